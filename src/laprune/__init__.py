@@ -1,0 +1,27 @@
+"""LaPrune: differentiable top-k masks with exact mass and controlled hardness.
+
+>>> import torch, laprune
+>>> laprune.soft_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
+tensor([0.9957, 0.0615, 0.9385, 0.0043])
+"""
+
+from . import nn, schedules
+from .backends import Status
+from .diagnostics import Diagnostics, diagnostics
+from .functional import Solution, gated_topk, hard_topk, lapsum_topk, soft_topk, solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Diagnostics",
+    "Solution",
+    "Status",
+    "diagnostics",
+    "gated_topk",
+    "hard_topk",
+    "lapsum_topk",
+    "nn",
+    "schedules",
+    "soft_topk",
+    "solve",
+]

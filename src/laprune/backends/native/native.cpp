@@ -1,0 +1,390 @@
+// The CPU backend behind a C interface: rows of scores in, masks and gradients out.
+// state, per row: pivot, b (relative to the pivot), t, and the q-weighted means of z and p.
+// Hard rows keep the threshold in `pivot` and what the scores equal to it share in `b`.
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.hpp"
+#include "solver.hpp"
+#include "team.hpp"
+
+namespace laprune {
+namespace {
+
+constexpr int64_t kChunk = 1 << 16;    // scores per unit of work: sums do not depend on the threads
+constexpr int64_t kLong = 1 << 16;     // rows longer than this start from a sample
+constexpr int64_t kSampleRatio = 128;  // one score in so many
+constexpr int64_t kMinSample = 2048;
+constexpr int64_t kAlone = 1 << 15;    // less work than this is not worth a thread
+constexpr int kStateSize = 5, kInfoSize = 2;
+
+template <typename T>
+constexpr Tolerance tolerance();
+template <>
+constexpr Tolerance tolerance<float>() { return {4e-7, 2e-5, 80}; }
+template <>
+constexpr Tolerance tolerance<double>() { return {2.5e-13, 1e-8, 700}; }
+
+// Work on one row, alone or with a team.
+template <typename T>
+struct Row {
+  const T* scores;
+  const T* values;  // nullptr: the mask itself is wanted
+  T* out;
+  int64_t n;
+  Team* team;
+
+  template <typename Result, typename Work>
+  Result reduce(Work&& work) const {
+    const int64_t chunks = (n + kChunk - 1) / kChunk;
+    std::vector<Result> parts(chunks);
+    for_chunks([&](int64_t c, int64_t start, int64_t size) { parts[c] = work(start, size); });
+    Result total = parts[0];
+    for (int64_t c = 1; c < chunks; ++c) total.add(parts[c]);
+    return total;
+  }
+
+  template <typename Work>
+  void for_chunks(Work&& work) const {
+    const int64_t chunks = (n + kChunk - 1) / kChunk;
+    const auto some = [&](int64_t from, int64_t to) {
+      for (int64_t c = from; c < to; ++c) work(c, c * kChunk, std::min(kChunk, n - c * kChunk));
+    };
+    if (!team) return some(0, chunks);
+    const int64_t size = team->size();
+    team->run([&](int i) { some(chunks * i / size, chunks * (i + 1) / size); });
+  }
+
+  Sums pass(const Point& at, bool write) const {
+    return reduce<Sums>([&](int64_t start, int64_t size) {
+      return Kernels<T>::pass(scores + start, size, at, values ? values + start : nullptr,
+                              write ? out + start : nullptr);
+    });
+  }
+
+  Stats stats(double shift) const {
+    return reduce<Stats>([&](int64_t start, int64_t size) {
+      return Kernels<T>::stats(scores + start, size, shift);
+    });
+  }
+
+  // Writes f(score) for every score, times its value where the row is gated.
+  template <typename F>
+  void fill(F&& f) const {
+    for (int64_t i = 0; i < n; ++i) {
+      const T p = f(scores[i]);
+      out[i] = values ? (p == T(0) ? T(0) : p * values[i]) : p;
+    }
+  }
+};
+
+struct Answer {
+  Status status;
+  Point at;
+  double mean_z, mean_p;
+  int passes;
+};
+
+Answer limit(Status status, double pivot, double b, double t, double mean_p) {
+  return {status, {pivot, b, t, 0}, 0, mean_p, 1};
+}
+
+// The p of a hard row, called in index order: scores equal to the threshold are served first come.
+template <typename T>
+struct HardMask {
+  T threshold;
+  double left;
+  T operator()(T x) {
+    if (!(x == threshold)) return x > threshold ? T(1) : T(0);
+    const double share = std::min(1.0, std::max(left, 0.0));
+    left -= share;
+    return static_cast<T>(share);
+  }
+};
+
+LAPRUNE_INLINE uint32_t order(float x) {
+  const uint32_t u = bits<uint32_t>(x + 0.0f);  // -0 counts as 0
+  return u >> 31 ? ~u : u | 0x80000000u;
+}
+LAPRUNE_INLINE uint64_t order(double x) {
+  const uint64_t u = bits<uint64_t>(x + 0.0);
+  return u >> 63 ? ~u : u | 0x8000000000000000ull;
+}
+LAPRUNE_INLINE float unorder(uint32_t u) { return bits<float>(u >> 31 ? u & 0x7fffffffu : ~u); }
+LAPRUNE_INLINE double unorder(uint64_t u) {
+  return bits<double>(u >> 63 ? u & 0x7fffffffffffffffull : ~u);
+}
+
+// The rank-th largest score (rank >= 1) and how many are larger, by radix: no copy, no sort.
+template <typename T>
+HardMask<T> select(const T* r, int64_t n, double k) {
+  using Key = decltype(order(T{}));
+  constexpr int kDigit = 8, kBits = sizeof(Key) * 8;
+  const int64_t rank = static_cast<int64_t>(std::ceil(k));
+  int64_t larger = 0;
+  Key prefix = 0;
+  for (int shift = kBits - kDigit; shift >= 0; shift -= kDigit) {
+    int64_t histogram[1 << kDigit] = {};
+    const Key mask = shift + kDigit == kBits ? 0 : ~Key(0) << (shift + kDigit);
+    for (int64_t i = 0; i < n; ++i) {
+      const Key key = order(r[i]);
+      if ((key & mask) == prefix) ++histogram[(key >> shift) & ((1 << kDigit) - 1)];
+    }
+    int digit = (1 << kDigit) - 1;
+    while (larger + histogram[digit] < rank) larger += histogram[digit--];
+    prefix |= static_cast<Key>(digit) << shift;
+  }
+  return {unorder(prefix), k - static_cast<double>(larger)};
+}
+
+template <typename T>
+Answer hard(const Row<T>& row, double k) {
+  HardMask<T> mask{std::numeric_limits<T>::infinity(), 0};
+  if (k > 0) mask = select(row.scores, row.n, k);
+  const Answer answer = limit(kHard, mask.threshold, mask.left, 0, 0);
+  row.fill([&](T x) { return mask(x); });
+  return answer;
+}
+
+template <typename T>
+Answer level(const Row<T>& row, Status status, double p) {
+  row.fill([p](T x) { return x > -std::numeric_limits<T>::infinity() ? static_cast<T>(p) : T(0); });
+  return limit(status, 0, 0, kInf, p);
+}
+
+template <typename T>
+Answer non_finite(const Row<T>& row) {
+  const T nan = std::numeric_limits<T>::quiet_NaN();
+  for (int64_t i = 0; i < row.n; ++i) row.out[i] = nan;
+  return limit(kNonFinite, nan, nan, nan, nan);
+}
+
+struct Start {
+  double pivot, b, tau;
+};
+
+// Diffuse: a temperature of the size of the spread, from where the way down is smooth.
+template <typename T>
+Start diffuse_start(const Row<T>& row, const Problem& problem, const Stats& stats) {
+  const double mean = std::min(std::max(stats.sum / stats.count, stats.low), stats.high);
+  const double pivot = static_cast<double>(static_cast<T>(mean));
+  const double width = row.stats(pivot).deviation / stats.count;
+  double tau = std::log(width);
+  if (problem.fixed) tau = std::max(tau, problem.target);
+  else tau -= 0.25 * std::min(problem.target, 0.0);
+  const double a = problem.k / problem.n, t = std::exp(tau);
+  const double b = a < 0.5 ? -t * std::log(2 * a) : t * std::log(2 * (1 - a));
+  return {pivot, std::min(std::max(b, stats.low - pivot), stats.high - pivot), tau};
+}
+
+template <typename T>
+Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bool wanted,
+               Sums* last = nullptr) {
+  Iteration it(problem, start.pivot, start.b, start.tau);
+  bool write = false;
+  while (true) {
+    const Sums sums = row.pass(it.at, write);
+    const Point here = it.at;
+    Status status = it.step(sums);
+    if (sums.bad > 0 || sums.count != problem.n) {  // the caller knew the row only from a sample
+      if (last) *last = sums;
+      return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0};
+    }
+    const bool done = status != kStalled || it.passes >= kMaxPasses;
+    if (done) {
+      if (wanted && !write) row.pass(here, true);
+      if (last) *last = sums;
+      return {status, here, it.mean_z, it.mean_p, it.passes};
+    }
+    write = wanted && it.polish;
+  }
+}
+
+// A start for a long row, from one score in kSampleRatio.
+template <typename T>
+bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
+  const int64_t size = std::max(kMinSample, row.n / kSampleRatio);
+  std::vector<T> sample(size);
+  for (int64_t i = 0; i < size; ++i) sample[i] = row.scores[i * row.n / size];
+  const Row<T> small{sample.data(), nullptr, nullptr, size, nullptr};
+  const Stats stats = small.stats(0);
+  Problem rough = problem;
+  rough.n = stats.count, rough.k = problem.k * static_cast<double>(size) / static_cast<double>(row.n);
+  rough.tol.mass = 1e-3, rough.tol.hardness = 1e-3;
+  if (stats.bad > 0 || stats.low >= stats.high || !(rough.k < 0.999 * rough.n)) return false;
+  Sums sums;
+  const Answer answer = iterate(small, rough, diffuse_start(small, rough, stats), false, &sums);
+  const double spacing = std::log(sums.above - sums.below);
+  *start = {answer.at.pivot, answer.at.b, std::log(answer.at.t)};
+  if (std::isfinite(spacing)) start->tau = std::max(start->tau, spacing);
+  return true;
+}
+
+template <typename T>
+Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
+  const bool uniform = fixed ? hardness == kInf : hardness == 0;
+  const bool binary = fixed ? hardness == 0 : hardness == 1;
+  if (!(k >= 0) || !(hardness >= 0) || (!fixed && hardness > 1)) return non_finite(row);
+  const double target = fixed ? std::log(hardness) : std::log(hardness) - std::log1p(-hardness);
+  Problem problem{static_cast<double>(row.n), k, target, fixed, tolerance<T>()};
+  Start start;
+  if (row.n > kLong && !uniform && !binary && k > 0 && k < problem.n &&
+      sample_start(row, problem, &start)) {
+    const Answer answer = iterate(row, problem, start, true);
+    if (answer.passes > 0) return answer;
+  }
+  const Stats look = row.stats(0);
+  problem.n = look.count;
+  if (look.bad > 0) return non_finite(row);
+  if (k > look.count) return level(row, kInfeasible, 1);
+  if (binary || k == 0 || k == look.count) return hard(row, k);
+  if (uniform) return level(row, kUniform, k / look.count);
+  if (look.low >= look.high) return level(row, kConstant, k / look.count);
+  return iterate(row, problem, diffuse_start(row, problem, look), true);
+}
+
+template <typename T>
+struct GradRow {
+  Row<T> row;
+  const T* upstream;
+  T* dscores;
+  T* dvalues;  // nullptr: not gated, or gated by the scores themselves
+
+  // No gradient through p itself; what flows through the values where the row is gated.
+  template <typename F>
+  void direct(F&& p) const {
+    for (int64_t i = 0; i < row.n; ++i) {
+      const T d = row.values ? upstream[i] * p(row.scores[i]) : T(0);
+      if (dvalues) dvalues[i] = d;
+      dscores[i] = dvalues ? T(0) : d;
+    }
+  }
+};
+
+struct RowGrad {
+  double dk, dhardness;
+};
+
+template <typename T>
+RowGrad grad_row(const GradRow<T>& job, double k, double hardness, bool fixed, Status status,
+                 const double* state, const double* grad_state) {
+  const Row<T>& row = job.row;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  GradPoint at{state[0], state[1], state[2], state[3], state[4], 0, 0};
+  const T inf = std::numeric_limits<T>::infinity();
+  if (status == kNonFinite) {
+    job.direct([](T) { return std::numeric_limits<T>::quiet_NaN(); });
+    for (int64_t i = 0; i < row.n; ++i) job.dscores[i] = static_cast<T>(nan);
+    return {nan, nan};
+  }
+  if (status == kHard) {
+    job.direct(HardMask<T>{static_cast<T>(at.pivot), at.b});
+    return {0, 0};
+  }
+  if (status == kUniform || status == kConstant || status == kInfeasible) {
+    job.direct([&](T x) { return x > -inf ? static_cast<T>(at.mean_p) : T(0); });
+    double sum = 0;
+    for (int64_t i = 0; i < row.n; ++i)
+      if (row.scores[i] > -inf)
+        sum += static_cast<double>(row.values ? job.upstream[i] * row.values[i] : job.upstream[i]);
+    return {status == kInfeasible ? 0 : sum * at.mean_p / k, 0};
+  }
+  const double t = at.t, gb = grad_state ? grad_state[1] : 0, gt = grad_state ? grad_state[2] : 0;
+  const GradSums s = row.template reduce<GradSums>([&](int64_t start, int64_t size) {
+    return Kernels<T>::grad_sums(row.scores + start, row.values ? row.values + start : nullptr,
+                                 job.upstream + start, size, at);
+  });
+  const double g0 = s.g0 - t * gb;
+  if (status == kTied) {  // p sits in its t -> 0 limit, where only the budget moves it
+    const Affine<T> z_of(at.pivot, at.b, t);
+    job.direct([&](T x) {
+      const T z = z_of(x), q = half_exp(z, x > -inf);
+      return z > T(0) ? T(1) - q : q;
+    });
+    return {g0 / s.s0, 0};
+  }
+  const double z_bar = at.mean_z + s.s1 / s.s0, p_bar = at.mean_p + s.u0 / s.s0;
+  const double cov = s.cov - s.s1 * s.u0 / s.s0;
+  if (!fixed && cov > 0) at.c1 = (s.g1 - s.s1 / s.s0 * s.g0 - t * gt + z_bar * t * gb) / cov;
+  at.c0 = g0 / s.s0 - at.c1 * p_bar;
+  row.for_chunks([&](int64_t, int64_t start, int64_t size) {
+    Kernels<T>::grad_write(row.scores + start, row.values ? row.values + start : nullptr,
+                           job.upstream + start, size, at, job.dscores + start,
+                           job.dvalues ? job.dvalues + start : nullptr);
+  });
+  if (fixed) return {at.c0, (at.c0 * s.s1 - s.g1) / t - at.mean_z * gb + gt};
+  const double a = k / s.count;
+  return {at.c0 + 0.5 * at.c1 * (2 * a + (1 - 2 * a) * hardness), 0.5 * at.c1 * k * (1 - a)};
+}
+
+// Rows side by side, one thread each; a few long rows one after another, all threads on each.
+template <typename Work>
+void for_rows(int64_t rows, int64_t n, int threads, Work&& work) {
+  if (rows * n <= kAlone) threads = 1;
+  const bool together = n > kLong && rows < 4 * threads;
+  Team team(threads);
+  if (together) {
+    for (int64_t i = 0; i < rows; ++i) work(i, team.size() > 1 ? &team : nullptr);
+    return;
+  }
+  const int64_t batch = std::max<int64_t>(1, kAlone / (4 * std::max<int64_t>(n, 1)));
+  std::atomic<int64_t> next{0};
+  team.run([&](int) {
+    for (int64_t from; (from = next.fetch_add(batch)) < rows;)
+      for (int64_t i = from; i < std::min(rows, from + batch); ++i) work(i, nullptr);
+  });
+}
+
+template <typename T>
+void solve(const T* scores, const T* values, T* out, int64_t rows, int64_t n, const double* k,
+           const double* hardness, int fixed, double* state, int32_t* info, int threads) {
+  for_rows(rows, n, threads, [&](int64_t i, Team* team) {
+    const Row<T> row{scores + i * n, values ? values + i * n : nullptr, out + i * n, n, team};
+    const Answer answer = solve_row(row, k[i], hardness[i], fixed != 0);
+    const double packed[kStateSize] = {answer.at.pivot, answer.at.b, answer.at.t, answer.mean_z,
+                                       answer.mean_p};
+    std::copy(packed, packed + kStateSize, state + i * kStateSize);
+    info[i * kInfoSize] = answer.status, info[i * kInfoSize + 1] = answer.passes;
+  });
+}
+
+template <typename T>
+void vjp(const T* scores, const T* values, const T* upstream, T* dscores, T* dvalues, int64_t rows,
+         int64_t n, const double* k, const double* hardness, int fixed, const double* state,
+         const int32_t* info, const double* grad_state, double* dk, double* dhardness, int threads) {
+  for_rows(rows, n, threads, [&](int64_t i, Team* team) {
+    const Row<T> row{scores + i * n, values ? values + i * n : nullptr, nullptr, n, team};
+    const GradRow<T> job{row, upstream + i * n, dscores + i * n, dvalues ? dvalues + i * n : nullptr};
+    const RowGrad grad =
+        grad_row(job, k[i], hardness[i], fixed != 0, static_cast<Status>(info[i * kInfoSize]),
+                 state + i * kStateSize, grad_state ? grad_state + i * kStateSize : nullptr);
+    dk[i] = grad.dk, dhardness[i] = grad.dhardness;
+  });
+}
+
+}  // namespace
+}  // namespace laprune
+
+#if defined(_WIN32)
+#define LAPRUNE_API extern "C" __declspec(dllexport)
+#else
+#define LAPRUNE_API extern "C" __attribute__((visibility("default")))
+#endif
+
+#define LAPRUNE_ENTRIES(T, name)                                                                    \
+  LAPRUNE_API void laprune_solve_##name(const T* scores, const T* values, T* out, int64_t rows,     \
+                                        int64_t n, const double* k, const double* hardness,         \
+                                        int fixed, double* state, int32_t* info, int threads) {     \
+    laprune::solve(scores, values, out, rows, n, k, hardness, fixed, state, info, threads);         \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_vjp_##name(                                                              \
+      const T* scores, const T* values, const T* upstream, T* dscores, T* dvalues, int64_t rows,    \
+      int64_t n, const double* k, const double* hardness, int fixed, const double* state,           \
+      const int32_t* info, const double* grad_state, double* dk, double* dhardness, int threads) {  \
+    laprune::vjp(scores, values, upstream, dscores, dvalues, rows, n, k, hardness, fixed, state,    \
+                 info, grad_state, dk, dhardness, threads);                                         \
+  }
+
+LAPRUNE_ENTRIES(float, f32)
+LAPRUNE_ENTRIES(double, f64)

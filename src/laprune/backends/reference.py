@@ -1,0 +1,510 @@
+"""The mathematics of the operator, in plain torch: the oracle of every backend, and their fallback.
+
+A row has scores ``r``, a budget ``k`` and a hardness ``gamma``; ``n`` counts the scores that may be
+selected (the others are ``-inf``) and ``a = k/n``. With the Laplace CDF ``sigma`` the mask is
+
+    p = sigma(z),  z = (r - b)/t      with      sum p = k,   sum p^2 = (a + (1-a) gamma) k.
+
+Everything is said through one quantity without cancellation,
+
+    q = exp(-|z|)/2,    p = q where z <= 0,  1 - q where z > 0,    sigma'(z) = q.
+
+**Budget.** With N the number of scores above b,
+``P = sum_{z<=0} q + max(N-k, 0)`` and ``M = sum_{z>0} q + max(k-N, 0)`` satisfy ``P - M = sum p - k``.
+We solve ``e1 = log P - log M = 0``, which is exactly linear in b inside a gap between scores.
+
+**Hardness.** With ``V = sum q(1-q) = sum p(1-p)`` and ``C = sum (p - mean p)^2``, a mask on its budget
+has ``gamma = C/(C+V)``. We solve ``e2 = log C - log V - logit(gamma) = 0``: close to linear in log t
+at both ends, and as sharp for ``1 - gamma`` as for ``gamma``.
+
+**Iteration.** Newton's method in ``(b, log t)``, one read of the row per pass. Eliminating b gives the
+reduced residual ``R = e2 - (e2_b/e1_b) e1`` and its slope in log t, which is negative. The temperature
+moves only when the barrier is solved for the present t, or nearly so; then the sign of R also moves a
+bracket of log t, and a step out of it bisects. A step in log t is at most 3, and smaller downwards
+where the barrier is uncertain; b follows linearly in t, as it does at both ends. Otherwise only the
+barrier moves, inside a bracket of its own. The scores are measured from a ``pivot``, a score near b,
+so that b and t keep their digits however far the scores lie from zero.
+
+**Limits.** When all weight sits on one score, or on equal ones, no smaller t changes p: a row whose
+gamma is larger than that allows stops there (``Status.TIED``).
+
+**Gradient.** The implicit function theorem on the two sums, with weights q and weighted means:
+
+    dr = (q/t)(g - c0 - c1 p),   c1 = Cov_q(z, g)/Cov_q(z, p),   c0 = mean_q(g) - c1 mean_q(p),
+    dk = c0 + c1 (2a + (1-2a) gamma)/2,    dgamma = c1 k (1-a)/2.
+
+With a fixed temperature only the budget constrains: ``c1 = 0``, ``dk = c0`` and
+``dt = (c0 sum q z - sum q z g)/t``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._contract import MEAN_P, OFFSET, PIVOT, TEMPERATURE, Status
+
+MAX_PASSES = 100
+PATIENCE = 16  # passes after which a temperature step needs a solved barrier
+MAX_STEP = 3.0  # largest step in log t
+SATURATED = 45.0  # exp(-45) is nothing beside 1
+MAX_Z = {torch.float64: 700.0, torch.float32: 80.0}  # |z| is cut here, before exp underflows
+TOLERANCE = {torch.float64: (2.5e-13, 1e-8), torch.float32: (4e-7, 2e-5)}  # mass, hardness
+LONG = 1 << 16  # rows longer than this start from a sample
+SAMPLE_RATIO = 128
+MIN_SAMPLE = 2048
+
+
+class _Sums(NamedTuple):
+    """What one pass over the rows yields; lo is z <= 0, hi is z > 0, w = |z|."""
+
+    above_count: Tensor
+    q_lo: Tensor
+    q_hi: Tensor
+    qw_lo: Tensor
+    qw_hi: Tensor
+    qq_lo: Tensor
+    qq_hi: Tensor
+    qqw_lo: Tensor
+    qqw_hi: Tensor
+    spread: Tensor
+    below: Tensor
+    above: Tensor
+    gap: Tensor
+
+
+class _Point(NamedTuple):
+    """Where the iteration stands, and its brackets."""
+
+    pivot: Tensor
+    b: Tensor
+    tau: Tensor
+    tau_lo: Tensor
+    tau_hi: Tensor
+    b_lo: Tensor
+    b_hi: Tensor
+
+    @classmethod
+    def start(cls, pivot: Tensor, b: Tensor, tau: Tensor) -> _Point:
+        inf = torch.full_like(tau, math.inf)
+        return cls(pivot, b, tau, -inf, inf, -inf, inf)
+
+    def where(self, moving: Tensor, other: _Point) -> _Point:
+        return _Point(*(torch.where(moving, x, y) for x, y in zip(self, other, strict=True)))
+
+
+class _Verdict(NamedTuple):
+    converged: Tensor
+    tied: Tensor
+    mean_z: Tensor
+    mean_p: Tensor
+    next: _Point
+
+
+def _z_and_q(r: Tensor, pivot: Tensor, b: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    z = ((r - pivot[:, None]) - b[:, None]) / t[:, None]
+    z = z.clamp(-MAX_Z[r.dtype], MAX_Z[r.dtype])
+    return z, torch.where(r > -math.inf, 0.5 * torch.exp(-z.abs()), 0.0)
+
+
+def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
+    z, q = _z_and_q(r, at.pivot, at.b, at.tau.exp())
+    ok, hi, w = r > -math.inf, z > 0, z.abs()
+    lo_q, hi_q = torch.where(hi, 0.0, q), torch.where(hi, q, 0.0)
+    p = torch.where(hi, 1 - q, q)
+    far = (r - at.pivot[:, None]).abs()
+    inf = math.inf
+    return _Sums(
+        hi.sum(-1).to(q.dtype),
+        *(part.sum(-1) for x in (1, w, q, q * w) for part in (lo_q * x, hi_q * x)),
+        torch.where(ok, p - a[:, None], 0.0).square().sum(-1),
+        torch.where(ok & ~hi, r, -inf).amax(-1),
+        torch.where(hi, r, inf).amin(-1),
+        torch.where(far > 0, far, inf).amin(-1),
+    )
+
+
+def _step(
+    s: _Sums, at: _Point, n: Tensor, k: Tensor, target: Tensor, *, fixed: bool, passes: int, tol: tuple[float, float]
+) -> _Verdict:
+    """Judge the sums at a point and propose the next one."""
+    t, N = at.tau.exp(), s.above_count
+    q = s.q_lo + s.q_hi
+    P = s.q_lo + (N - k).clamp(min=0)
+    M = s.q_hi + (k - N).clamp(min=0)
+    excess = P - M
+    e1 = torch.log(P / M)
+    e1_b = -(s.q_lo / P + s.q_hi / M)
+    e1_t = s.qw_lo / P - s.qw_hi / M
+    if fixed:
+        e2 = residual = target - at.tau
+        slope = -torch.ones_like(e2)
+        hardness_tol = 0.0
+    else:
+        mean = (k + excess) / n
+        C = (s.spread - excess.square() / n).clamp(min=torch.finfo(q.dtype).tiny)
+        V = q - s.qq_lo - s.qq_hi
+        c_b = -2 * ((s.qq_lo - mean * s.q_lo) + ((1 - mean) * s.q_hi - s.qq_hi))
+        c_t = 2 * ((s.qqw_lo - mean * s.qw_lo) - ((1 - mean) * s.qw_hi - s.qqw_hi))
+        v_b = -((s.q_lo - 2 * s.qq_lo) - (s.q_hi - 2 * s.qq_hi))
+        v_t = s.qw_lo + s.qw_hi - 2 * (s.qqw_lo + s.qqw_hi)
+        e2 = torch.log(C / V) - target
+        e2_b, e2_t = c_b / C - v_b / V, c_t / C - v_t / V
+        residual = e2 - e2_b * e1 / e1_b
+        slope = e2_t - e2_b * e1_t / e1_b
+        hardness_tol = tol[1]
+
+    budget_holds = excess.abs() <= tol[0] * k
+    converged = budget_holds & (e2.abs() <= hardness_tol)
+    pinned = (t < s.gap / SATURATED) & (at.b.abs() < s.gap / 2) & (e2 < 0) & (N != k)
+    tied = pinned & budget_holds & (not fixed)
+
+    u = -e1 / e1_b
+    flat = slope > -0.2
+    solved = (e1.abs() <= (0.1 * residual.abs().clamp(max=1)).clamp(min=1e-11)) & (
+        ~flat | (u.abs() <= 0.003)
+    )
+    newton = at.tau - residual / slope
+    promising = ~flat & (newton > at.tau_lo) & (newton < at.tau_hi) & (passes < PATIENCE)
+    may_cool = residual != 0 if fixed else ~pinned
+    both = (e1.abs() <= 1) & may_cool & (solved | promising)
+
+    fine = residual.abs() <= 1e-7
+    certain = both & solved & ~fine
+    tau_lo = torch.where(certain & (residual > 0), torch.maximum(at.tau_lo, at.tau), at.tau_lo)
+    tau_hi = torch.where(certain & (residual <= 0), torch.minimum(at.tau_hi, at.tau), at.tau_hi)
+    crossed = tau_lo >= tau_hi
+    tau_lo, tau_hi = tau_lo.masked_fill(crossed, -math.inf), tau_hi.masked_fill(crossed, math.inf)
+
+    d = torch.where(slope < 0, -residual / slope, torch.copysign(torch.tensor(MAX_STEP), residual))
+    down = torch.log(u.abs().clamp(min=1e-15) / 3).clamp(min=-MAX_STEP)
+    d = torch.where(pinned, d, torch.maximum(d, down).clamp(max=MAX_STEP))
+    tau = at.tau + d
+    if fixed:
+        tau = torch.where((target - tau).abs() < 1e-9, target, tau)
+    bracketed = tau_lo.isfinite() & tau_hi.isfinite()
+    out = bracketed & ~fine & ~((tau > tau_lo) & (tau < tau_hi))
+    tau = torch.where(out, 0.5 * (tau_lo + tau_hi), tau)
+    tau = torch.where(both, tau, at.tau)
+    b_both = at.b + t * (u - e1_t / e1_b * torch.expm1(tau - at.tau))
+
+    b_lo = torch.where(excess > 0, at.b, at.b_lo)
+    b_hi = torch.where(excess > 0, at.b_hi, at.b)
+    under, over = at.b - (s.below - at.pivot), (s.above - at.pivot) - at.b
+    blind = torch.minimum(under, over) > 0.9 * MAX_Z[t.dtype] * t
+    b_only = torch.where(blind, torch.where(excess > 0, at.b + over, at.b - under), at.b + t * u)
+    bracketed = b_lo.isfinite() & b_hi.isfinite()
+    b_only = torch.where(bracketed & ~((b_only > b_lo) & (b_only < b_hi)), 0.5 * (b_lo + b_hi), b_only)
+
+    b = torch.where(both, b_both, b_only)
+    b_lo, b_hi = b_lo.masked_fill(both, -math.inf), b_hi.masked_fill(both, math.inf)
+    moved = _Point(at.pivot, b, tau, tau_lo, tau_hi, b_lo, b_hi)
+    return _Verdict(
+        converged,
+        tied,
+        (s.qw_hi - s.qw_lo) / q,
+        (s.qq_lo + s.q_hi - s.qq_hi) / q,
+        _repivot(moved, s),
+    )
+
+
+def _repivot(at: _Point, s: _Sums) -> _Point:
+    """Measure from the score nearest to the barrier once b is large beside t."""
+    over, under = (s.above - at.pivot) - at.b, at.b - (s.below - at.pivot)
+    pivot = torch.where(over < under, s.above, s.below)
+    shift = pivot - at.pivot
+    better = (at.b.abs() > 2 * at.tau.exp()) & ((at.b - shift).abs() < 0.5 * at.b.abs())
+    shift = torch.where(better, shift, 0.0)
+    return at._replace(
+        pivot=torch.where(better, pivot, at.pivot),
+        b=at.b - shift,
+        b_lo=at.b_lo - shift,
+        b_hi=at.b_hi - shift,
+    )
+
+
+def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
+    """A temperature of the size of the spread, from where the way down is smooth."""
+    ok = r > -math.inf
+    high = r.amax(-1)
+    low = torch.where(ok, r, math.inf).amin(-1)
+    mean = torch.where(ok, r - low[:, None], 0.0).sum(-1) / n + low
+    width = torch.where(ok, r - mean[:, None], 0.0).abs().sum(-1) / n
+    tau = torch.log(width)
+    tau = torch.maximum(tau, target) if fixed else tau - 0.25 * target.clamp(max=0)
+    a, t = k / n, tau.exp()
+    b = torch.where(a < 0.5, -t * torch.log(2 * a), t * torch.log(2 * (1 - a)))
+    return _Point.start(mean, torch.maximum(torch.minimum(b, high - mean), low - mean), tau)
+
+
+def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
+    """Solve one score in SAMPLE_RATIO first; its answer starts the whole row."""
+    size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
+    index = torch.arange(size, device=r.device) * r.shape[-1] // size
+    sample = r[:, index]
+    count = (sample > -math.inf).sum(-1).to(r.dtype)
+    rough = k * size / r.shape[-1]
+    full = _diffuse_start(r, n, k, target, fixed)
+    ok = (rough < 0.999 * count) & (sample.amax(-1) > sample.masked_fill(sample == -math.inf, math.inf).amin(-1))
+    # Rows whose sample says nothing get a harmless stand-in, and start from the whole row.
+    stand_in = torch.arange(size, dtype=r.dtype, device=r.device)
+    sample = torch.where(ok[:, None], sample, stand_in)
+    count, rough = torch.where(ok, count, size), torch.where(ok, rough, size / 2)
+    at, *_, last = _iterate(
+        sample, count, rough, target, _diffuse_start(sample, count, rough, target, fixed), fixed, (1e-3, 1e-3)
+    )
+    spacing = torch.log(last.above - last.below)
+    tau = torch.where(spacing.isfinite(), torch.maximum(at.tau, spacing), at.tau)
+    return _Point.start(at.pivot, at.b, tau).where(ok, full)
+
+
+def _iterate(
+    r: Tensor, n: Tensor, k: Tensor, target: Tensor, at: _Point, fixed: bool, tol: tuple[float, float]
+) -> tuple[_Point, Tensor, Tensor, Tensor, Tensor, _Sums]:
+    """Run all rows until each has converged or is tied; finished rows stay where they are."""
+    rows = k.shape[0]
+    status = torch.full((rows,), Status.STALLED, dtype=torch.int32, device=r.device)
+    passes = torch.zeros_like(status)
+    mean_z, mean_p = torch.zeros_like(k), torch.zeros_like(k)
+    for i in range(1, MAX_PASSES + 1):
+        s = _sums(r, at, k / n)
+        v = _step(s, at, n, k, target, fixed=fixed, passes=i, tol=tol)
+        running = status == Status.STALLED
+        passes += running
+        mean_z, mean_p = torch.where(running, v.mean_z, mean_z), torch.where(running, v.mean_p, mean_p)
+        status = torch.where(running & v.converged, Status.CONVERGED, status)
+        status = torch.where(running & ~v.converged & v.tied, Status.TIED, status)
+        running = status == Status.STALLED
+        if not running.any():
+            break
+        at = v.next.where(running, at)
+    return at, status, passes, mean_z, mean_p, s
+
+
+def _work_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _hard(r: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros and ones, lowest index first among equal scores; a fraction goes to the next in line."""
+    ranked, order = torch.sort(r, dim=-1, descending=True, stable=True)
+    rank = torch.arange(r.shape[-1], device=r.device)
+    p = torch.zeros_like(r).scatter(-1, order, (k[:, None] - rank).clamp(0, 1))
+    last = (k.ceil().long() - 1).clamp(0, r.shape[-1] - 1)
+    threshold = torch.where(k > 0, ranked.gather(-1, last[:, None])[:, 0], math.inf)
+    return p, threshold, k - (r > threshold[:, None]).sum(-1)
+
+
+def _hard_from_state(r: Tensor, threshold: Tensor, share: Tensor) -> Tensor:
+    tied = r == threshold[:, None]
+    turn = tied.cumsum(-1) - 1
+    return torch.where(tied, (share[:, None] - turn).clamp(0, 1), (r > threshold[:, None]).to(r.dtype))
+
+
+def _classify(r: Tensor, n: Tensor, k: Tensor, hardness: Tensor, fixed: bool) -> Tensor:
+    """The status of rows that need no iteration; STALLED for the others."""
+    uniform, binary = (math.inf, 0.0) if fixed else (0.0, 1.0)
+    largest = math.inf if fixed else 1.0
+    low = torch.where(r > -math.inf, r, math.inf).amin(-1)
+    status = torch.full(k.shape, Status.STALLED, dtype=torch.int32, device=r.device)
+    for condition, answer in (
+        (low == r.amax(-1), Status.CONSTANT),
+        (hardness == uniform, Status.UNIFORM),
+        ((hardness == binary) | (k == 0) | (k == n), Status.HARD),
+        (k > n, Status.INFEASIBLE),
+        (~(r < math.inf).all(-1) | ~(k >= 0) | ~((hardness >= 0) & (hardness <= largest)), Status.NONFINITE),
+    ):
+        status = torch.where(condition, int(answer), status)
+    return status
+
+
+def _mask(r: Tensor, state: Tensor, status: Tensor) -> Tensor:
+    """The mask of each row from its state, whatever its status."""
+    pivot, b, t = state[:, PIVOT], state[:, OFFSET], state[:, TEMPERATURE]
+    ok = r > -math.inf
+    z, q = _z_and_q(r, pivot, b, t)
+    soft = torch.where(z > 0, 1 - q, torch.where(z > -MAX_Z[r.dtype], q, 0.0))
+    status = status[:, None]
+    p = torch.where(ok, state[:, MEAN_P, None], 0.0)
+    p = torch.where((status == Status.CONVERGED) | (status == Status.TIED) | (status == Status.STALLED), soft, p)
+    p = torch.where(status == Status.HARD, _hard_from_state(r, pivot, b), p)
+    return torch.where(status == Status.NONFINITE, math.nan, p)
+
+
+def solve(
+    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask of each row of ``scores`` (rows, n), or mask * values, with its state and info.
+
+    ``hardness`` is gamma, or the temperature where ``fixed``. A gated row without values gates its
+    own scores.
+    """
+    work = _work_dtype(scores.device)
+    r, k, hardness = scores.to(work), k.to(work), hardness.to(work)
+    n = (r > -math.inf).sum(-1).to(work)
+    status = _classify(r, n, k, hardness, fixed)
+    level = torch.where(status == Status.INFEASIBLE, 1.0, k / n)
+    zero = torch.zeros_like(k)
+    state = torch.stack([zero, zero, torch.full_like(k, math.inf), zero, level], -1)
+    passes = torch.ones_like(status)
+
+    hard = status == Status.HARD
+    if hard.any():
+        _, threshold, share = _hard(r[hard], k[hard])
+        state[hard] = torch.stack([threshold, share, zero[hard], zero[hard], zero[hard]], -1)
+    state[status == Status.NONFINITE] = math.nan
+    open_ = status == Status.STALLED
+    if open_.any():
+        rows, n_, k_ = (x if open_.all() else x[open_] for x in (r, n, k))
+        target = torch.log(hardness[open_])
+        target = target if fixed else target - torch.log1p(-hardness[open_])
+        begin = _sample_start if r.shape[-1] > LONG else _diffuse_start
+        start = begin(rows, n_, k_, target, fixed)
+        at, found, count, mean_z, mean_p, _ = _iterate(rows, n_, k_, target, start, fixed, TOLERANCE[work])
+        t = hardness[open_] if fixed else at.tau.exp()
+        state[open_] = torch.stack([at.pivot, at.b, t, mean_z, mean_p], -1)
+        status[open_], passes[open_] = found, count
+
+    p = _mask(r, state, status)
+    if gated:
+        p = torch.where(p == 0, 0.0, p * (scores if values is None else values).to(work))
+    return p.to(scores.dtype), state, torch.stack([status, passes], -1)
+
+
+class _Weights(NamedTuple):
+    """The q-weighted moments that every derivative of a row is made of."""
+
+    t: Tensor
+    q: Tensor
+    z: Tensor
+    p: Tensor
+    s0: Tensor
+    mean_z: Tensor
+    mean_p: Tensor
+    cov: Tensor
+
+
+def _weights(r: Tensor, state: Tensor, smooth: Tensor) -> _Weights:
+    """Moments at the solution; rows that are not smooth get harmless numbers."""
+    pivot, b, t = (
+        torch.where(smooth, state[:, i], float(i == TEMPERATURE))[:, None] for i in (PIVOT, OFFSET, TEMPERATURE)
+    )
+    z, q = _z_and_q(torch.where(smooth[:, None], r, 0.0), pivot[:, 0], b[:, 0], t[:, 0])
+    q = torch.where(r > -math.inf, q, 0.0)
+    s0 = q.sum(-1, keepdim=True)
+    s0 = torch.where(s0 > 0, s0, 1.0)
+    p = torch.where(z > 0, 1 - q, q)
+    mean_z, mean_p = (q * z).sum(-1, keepdim=True) / s0, (q * p).sum(-1, keepdim=True) / s0
+    cov = (q * (z - mean_z) * (p - mean_p)).sum(-1, keepdim=True)
+    return _Weights(t, q, z, p, s0, mean_z, mean_p, cov)
+
+
+def vjp(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    state: Tensor,
+    info: Tensor,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients with respect to scores, values, k and hardness; itself differentiable.
+
+    Where a gated row has no values of its own, the gradient of both roles is in the scores'.
+    """
+    work, status = state.dtype, info[:, 0]
+    r, g = scores.to(work), grad_out.to(work)
+    ok = r > -math.inf
+    v = (r if values is None else values.to(work)) if gated else torch.ones_like(r)
+    e = torch.where(ok, g * torch.where(ok, v, 0.0), 0.0)
+
+    regular = ((status == Status.CONVERGED) | (status == Status.STALLED))[:, None]
+    tied = (status == Status.TIED)[:, None]
+    w = _weights(r, state, (regular | tied)[:, 0])
+    gb, gt = (grad_state[:, [OFFSET]], grad_state[:, [TEMPERATURE]]) if grad_state is not None else (0.0, 0.0)
+    g0 = (w.q * e).sum(-1, keepdim=True) - w.t * gb
+    two = regular & (w.cov > 0) & (not fixed)
+    lever = (w.q * (w.z - w.mean_z) * e).sum(-1, keepdim=True) - w.t * gt + w.mean_z * w.t * gb
+    c1 = torch.where(two, lever / torch.where(two, w.cov, 1.0), 0.0)
+    c0 = g0 / w.s0 - c1 * w.mean_p
+    dr = torch.where(regular, w.q / w.t * (e - c0 - c1 * w.p), 0.0)
+
+    n = ok.sum(-1, keepdim=True).to(work)
+    k, hardness = k.to(work)[:, None], hardness.to(work)[:, None]
+    a = k / n
+    level = ((status == Status.UNIFORM) | (status == Status.CONSTANT))[:, None]
+    dk = torch.where(regular | tied, c0, torch.where(level, e.sum(-1, keepdim=True) / n, 0.0))
+    if fixed:
+        heat = (c0 * w.s0 * w.mean_z - (w.q * w.z * e).sum(-1, keepdim=True)) / w.t + gt
+        dh = torch.where(regular, heat, 0.0)
+    else:
+        dk = dk + 0.5 * c1 * (2 * a + (1 - 2 * a) * hardness)
+        dh = 0.5 * c1 * k * (1 - a)
+
+    broken = (status == Status.NONFINITE)[:, None]
+    dr, dk, dh = (torch.where(broken, math.nan, x) for x in (dr, dk, dh))
+    dv = None
+    if gated:
+        direct = g * torch.where(regular | tied, w.p * ok, _mask(r, state.detach(), status))
+        if values is None:
+            dr = dr + direct
+        else:
+            dv = direct.to(values.dtype)
+    return dr.to(scores.dtype), dv, dk[:, 0], dh[:, 0]
+
+
+def jvp(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    state: Tensor,
+    info: Tensor,
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Tangents of the output and of the state, for tangents of scores, k, hardness and values."""
+    work, status = state.dtype, info[:, 0]
+    r = scores.to(work)
+    ok = r > -math.inf
+    dr, dk, dh, dv = (None if x is None else x.to(work) for x in tangents)
+    zero = torch.zeros_like(state[:, :1])
+    dr = torch.zeros_like(r) if dr is None else torch.where(ok, dr, 0.0)
+    dk = zero if dk is None else dk[:, None]
+    dh = zero if dh is None else dh[:, None]
+
+    regular = ((status == Status.CONVERGED) | (status == Status.STALLED))[:, None]
+    tied = (status == Status.TIED)[:, None]
+    w = _weights(r, state, (regular | tied)[:, 0])
+    n = ok.sum(-1, keepdim=True).to(work)
+    k, hardness = k.to(work)[:, None], hardness.to(work)[:, None]
+    a = k / n
+    x = torch.where(regular, dr / w.t, 0.0)
+    mean_x = (w.q * x).sum(-1, keepdim=True) / w.s0
+    if fixed:
+        dtau = torch.where(regular, dh / w.t, 0.0)
+    else:
+        two = regular & (w.cov > 0)
+        drive = 0.5 * ((2 * a + (1 - 2 * a) * hardness) * dk + k * (1 - a) * dh) - w.mean_p * dk
+        lever = (w.q * (w.p - w.mean_p) * x).sum(-1, keepdim=True) - drive
+        dtau = torch.where(two, lever / torch.where(two, w.cov, 1.0), 0.0)
+    smooth = w.q * ((x - mean_x) + dk / w.s0 - (w.z - w.mean_z) * dtau)
+    level = ((status == Status.UNIFORM) | (status == Status.CONSTANT))[:, None]
+    dp = torch.where(regular | tied, smooth, torch.where(level & ok, dk / n, 0.0))
+    dp = torch.where((status == Status.NONFINITE)[:, None], math.nan, dp)
+    if gated:
+        v = torch.where(ok, (r if values is None else values.to(work)), 0.0)
+        p = torch.where(regular | tied, w.p * ok, _mask(r, state.detach(), status))
+        dv = dr if values is None else (torch.zeros_like(r) if dv is None else dv)
+        dp = dp * v + p * torch.where(ok, dv, 0.0)
+    db = torch.where(regular | tied, w.t * (mean_x - dk / w.s0 - w.mean_z * dtau), 0.0)
+    still = torch.zeros_like(zero)
+    dstate = torch.cat([still, db, w.t * dtau, still, still], -1)
+    return dp.to(scores.dtype), dstate

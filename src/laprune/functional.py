@@ -1,0 +1,237 @@
+"""The operator's functions: arguments, shapes, masks and modes around the row-wise op."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import Status
+from .backends._contract import OFFSET, PIVOT, TEMPERATURE
+from .op import TopK
+
+Mode = Literal["soft", "ste"]
+Number = float | Tensor
+
+
+class Solution(NamedTuple):
+    """A solved mask and how it was found; rows have the shape of the scores without ``dim``."""
+
+    mask: Tensor
+    """The mask, shaped as the scores."""
+    barrier: Tensor
+    """b per row: where the mask crosses 1/2. NaN for uniform rows, the threshold for hard ones."""
+    temperature: Tensor
+    """t per row: 0 for hard rows, infinite for uniform ones."""
+    status: Tensor
+    """A :class:`laprune.Status` per row."""
+    passes: Tensor
+    """How often the row was read."""
+
+
+def soft_topk(
+    scores: Tensor,
+    k: Number,
+    gamma: Number,
+    *,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    mode: Mode = "soft",
+) -> Tensor:
+    r"""A differentiable top-k mask with exactly mass k and hardness gamma.
+
+    Solves, for each row r of n scores, for the barrier b and temperature t of
+    ``p = sigma((r - b)/t)``, sigma the Laplace CDF, such that ``sum p = k`` and
+    ``sum p^2 = (a + (1 - a) gamma) k`` with ``a = k/n``.
+
+    >>> scores = torch.tensor([3.0, 1.0, 2.0, 0.0])
+    >>> soft_topk(scores, k=2, gamma=0.9)
+    tensor([0.9957, 0.0615, 0.9385, 0.0043])
+    >>> soft_topk(scores, k=2, gamma=0.9).sum()
+    tensor(2.)
+
+    Args:
+        scores: float64, float32, float16 or bfloat16, any shape; ``-inf`` is never selected. Half
+            types are solved in float32 and come back in their own type.
+        k: the mass of each row, between 0 and n, fractional if you like; a number, or a tensor that
+            broadcasts to the rows (the shape of the scores without ``dim``).
+        gamma: hardness between 0 (uniform) and 1 (hard top-k); a number or a tensor like k.
+        dim: the dimension to select along.
+        mask: True where an entry may be selected; n counts those, row by row.
+        mode: ``"soft"``, or ``"ste"`` for the hard mask forward and the soft gradient backward.
+
+    Returns:
+        The mask, shaped as the scores, differentiable in scores, k and gamma inside (0, 1). At the
+        endpoints, where ties allow no more hardness and on constant rows the gradient of the scores
+        is zero; a row with NaN or ``+inf`` is NaN. :func:`solve` reports which case a row was.
+    """
+    _check_mode(mode)
+    rows = _Rows(scores, dim, mask)
+    soft, _, _ = rows.run(k, gamma, name="gamma", fixed=False)
+    if mode == "ste":
+        hard, _, _ = rows.detached().run(k, 1.0, name="gamma", fixed=False)
+        soft = hard.detach() + (soft - soft.detach())
+    return rows.restore(soft)
+
+
+def solve(
+    scores: Tensor, k: Number, gamma: Number, *, dim: int = -1, mask: Tensor | None = None
+) -> Solution:
+    """:func:`soft_topk` with everything the solver knows.
+
+    >>> s = solve(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
+    >>> round(s.barrier.item(), 6), round(s.temperature.item(), 4), Status(s.status.item()).name
+    (1.5, 0.2386, 'CONVERGED')
+
+    Mask, barrier and temperature are differentiable; barrier and temperature are float64.
+    """
+    rows = _Rows(scores, dim, mask)
+    out, state, info = rows.run(k, gamma, name="gamma", fixed=False)
+    status, passes = info.unbind(-1)
+    pivot, temperature = state[:, PIVOT], state[:, TEMPERATURE]
+    level = (status == Status.UNIFORM) | (status == Status.CONSTANT) | (status == Status.INFEASIBLE)
+    barrier = torch.where(status == Status.HARD, pivot, pivot + state[:, OFFSET])
+    barrier = barrier.masked_fill(level, torch.nan)
+    return Solution(rows.restore(out), *(rows.per_row(x) for x in (barrier, temperature, status, passes)))
+
+
+def lapsum_topk(
+    scores: Tensor, k: Number, temperature: Number, *, dim: int = -1, mask: Tensor | None = None
+) -> Tensor:
+    """The mask ``sigma((r - b)/t)`` of mass k at a given temperature t: LapSum.
+
+    >>> lapsum_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, temperature=0.5)
+    tensor([0.9751, 0.1839, 0.8161, 0.0249])
+
+    Arguments as in :func:`soft_topk`; differentiable in scores, k and temperature. Temperature 0 is
+    the hard mask, an infinite one the uniform mask.
+    """
+    rows = _Rows(scores, dim, mask)
+    out, _, _ = rows.run(k, temperature, name="temperature", fixed=True)
+    return rows.restore(out)
+
+
+def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """The mask of exactly k ones, lowest index first among equal scores; it carries no gradient.
+
+    >>> hard_topk(torch.tensor([1.0, 2.0, 2.0, 2.0]), k=2)
+    tensor([0., 1., 1., 0.])
+
+    Arguments as in :func:`soft_topk`. A fractional k gives its fraction to the next entry in line, so
+    that the mass is k.
+    """
+    rows = _Rows(scores, dim, mask).detached()
+    out, _, _ = rows.run(k, 1.0, name="gamma", fixed=False)
+    return rows.restore(out.detach())
+
+
+def gated_topk(
+    values: Tensor,
+    k: Number,
+    gamma: Number,
+    *,
+    scores: Tensor | None = None,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    mode: Mode = "soft",
+) -> Tensor:
+    """``values * soft_topk(scores, k, gamma)`` in one go; the mask is never stored.
+
+    >>> gated_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
+    tensor([2.9871, 0.0615, 1.8770, 0.0000])
+
+    Args:
+        values: what is gated, shaped as the scores.
+        scores: what is selected by; the values themselves if None.
+        k, gamma, dim, mask, mode: as in :func:`soft_topk`.
+
+    Backward keeps the values, the scores if they differ, and five numbers per row.
+    """
+    _check_mode(mode)
+    if scores is not None and scores.shape != values.shape:
+        raise ValueError(
+            f"scores must have the shape of values, {tuple(values.shape)}, got {tuple(scores.shape)}"
+        )
+    if mode == "ste":
+        chosen = soft_topk(values if scores is None else scores, k, gamma, dim=dim, mask=mask, mode="ste")
+        return torch.where(chosen == 0, 0.0, chosen * values)
+    rows = _Rows(values if scores is None else scores, dim, mask)
+    own = None if scores is None else _Rows(values, dim, None).rows
+    out, _, _ = rows.run(k, gamma, name="gamma", fixed=False, values=own, gated=True)
+    return rows.restore(out)
+
+
+class _Rows:
+    """Scores as contiguous rows (rows, n), with ineligible entries at ``-inf``."""
+
+    def __init__(self, scores: Tensor, dim: int, mask: Tensor | None) -> None:
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
+        if not scores.is_floating_point():
+            raise TypeError(f"scores must be floating point, got {scores.dtype}")
+        if scores.dim() == 0 or not -scores.dim() <= dim < scores.dim():
+            raise ValueError(f"dim must be a dimension of scores {tuple(scores.shape)}, got {dim}")
+        if scores.shape[dim] == 0:
+            raise ValueError(f"scores {tuple(scores.shape)} have no entries along dim {dim}")
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise TypeError(f"mask must be boolean, got {mask.dtype}")
+            scores = scores.masked_fill(~_broadcast(mask, scores.shape, "mask"), -torch.inf)
+        self.dim = dim
+        moved = scores.movedim(dim, -1)
+        self.shape = moved.shape
+        self.rows = moved.reshape(-1, moved.shape[-1]).contiguous()
+
+    def detached(self) -> _Rows:
+        other = object.__new__(_Rows)
+        other.dim, other.shape, other.rows = self.dim, self.shape, self.rows.detach()
+        return other
+
+    def run(
+        self,
+        k: Number,
+        hardness: Number,
+        *,
+        name: str,
+        fixed: bool,
+        values: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n = self.shape[-1]
+        k = self._number(k, "k", float(n))
+        hardness = self._number(hardness, name, float("inf") if fixed else 1.0)
+        return TopK.apply(self.rows, k, hardness, values, gated, fixed)
+
+    def _number(self, x: Number, name: str, largest: float) -> Tensor:
+        """A number or a tensor as one float64 per row."""
+        work = torch.float32 if self.rows.device.type == "mps" else torch.float64
+        if isinstance(x, Tensor):
+            if x.dtype == torch.bool or x.is_complex():
+                raise TypeError(f"{name} must be real, got {x.dtype}")
+            x = _broadcast(x.to(self.rows.device, work), self.shape[:-1], name)
+            return x.reshape(self.rows.shape[0])
+        if isinstance(x, bool) or not isinstance(x, Real | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
+        if not 0 <= x <= largest:
+            raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
+        return torch.full((self.rows.shape[0],), float(x), dtype=work, device=self.rows.device)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        return rows.reshape(self.shape).movedim(-1, self.dim)
+
+    def per_row(self, x: Tensor) -> Tensor:
+        return x.reshape(self.shape[:-1])
+
+
+def _broadcast(x: Tensor, shape: torch.Size, name: str) -> Tensor:
+    try:
+        return x.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name} of shape {tuple(x.shape)} does not broadcast to {tuple(shape)}") from None
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("soft", "ste"):
+        raise ValueError(f"mode must be 'soft' or 'ste', got {mode!r}")

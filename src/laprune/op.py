@@ -1,0 +1,194 @@
+"""The operator as PyTorch sees it: two custom ops, and the autograd functions around them.
+
+The ops are opaque to tracing (``torch.compile``, ``export``, fake tensors) and go to whichever backend
+serves the device. The autograd functions hold no mathematics: they say which op is whose derivative,
+and leave second derivatives and forward mode to the differentiable formulas of the reference.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import INFO_SIZE, STATE_SIZE, Status, pick, reference
+
+
+@torch.library.custom_op("laprune::solve", mutates_args=())
+def solve_op(
+    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of scores (rows, n) to (mask or mask * values, state, info)."""
+    on_host = scores.device.type == "cpu"
+    if on_host:
+        _check_rows(scores.shape[-1], k, hardness, fixed)
+    out, state, info = pick(scores).solve(scores, k, hardness, values, gated, fixed)
+    if on_host:
+        _report(info)
+    return out, state, info
+
+
+@solve_op.register_fake
+def _(scores, k, hardness, values, gated, fixed):  # type: ignore[no-untyped-def]
+    rows = scores.shape[0]
+    state = k.new_empty((rows, STATE_SIZE))
+    return torch.empty_like(scores), state, k.new_empty((rows, INFO_SIZE), dtype=torch.int32)
+
+
+@torch.library.custom_op("laprune::vjp", mutates_args=())
+def vjp_op(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    state: Tensor,
+    info: Tensor,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of scores, values (empty if there are none), k and hardness."""
+    dscores, dvalues, dk, dhardness = pick(scores).vjp(
+        scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_state
+    )
+    return dscores, scores.new_empty(0) if dvalues is None else dvalues, dk, dhardness
+
+
+@vjp_op.register_fake
+def _(scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_state):  # type: ignore[no-untyped-def]
+    dvalues = scores.new_empty(0) if values is None else torch.empty_like(values)
+    return torch.empty_like(scores), dvalues, torch.empty_like(k), torch.empty_like(hardness)
+
+
+def _check_rows(n: int, k: Tensor, hardness: Tensor, fixed: bool) -> None:
+    """Refuse values that only real tensors show; elsewhere such rows come back as NaN."""
+    name, high = ("temperature", torch.inf) if fixed else ("gamma", 1.0)
+    for label, x, largest in (("k", k, float(n)), (name, hardness, high)):
+        wrong = ~((x >= 0) & (x <= largest))
+        if wrong.any():
+            raise ValueError(f"{label} must lie in [0, {largest:g}], got {x[wrong][0].item():g}")
+
+
+def _report(info: Tensor) -> None:
+    for status, what in (
+        (Status.STALLED, "did not converge"),
+        (Status.INFEASIBLE, "have fewer eligible entries than k; all of them are selected"),
+    ):
+        count = int((info[:, 0] == status).sum())
+        if count:
+            warnings.warn(f"laprune: {count} of {len(info)} rows {what}", RuntimeWarning, stacklevel=2)
+
+
+class TopK(torch.autograd.Function):
+    """``(scores, k, hardness, values, gated, fixed) -> (out, state, info)``, differentiable."""
+
+    @staticmethod
+    def forward(scores, k, hardness, values, gated, fixed):  # type: ignore[no-untyped-def]
+        return solve_op(scores, k, hardness, values, gated, fixed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        scores, k, hardness, values, ctx.gated, ctx.fixed = inputs
+        _, state, info = output
+        ctx.mark_non_differentiable(info)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scores, k, hardness, values, state, info)
+        ctx.save_for_forward(scores, k, hardness, values, state, info)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Any, ...]:
+        scores, k, hardness, values, state, info = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(scores)
+        ds, dv, dk, dh = Vjp.apply(
+            scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, grad_out, grad_state
+        )
+        return ds, dk, dh, dv if values is not None else None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        scores, k, hardness, values, state, info = ctx.saved_tensors
+        out, dstate = reference.jvp(
+            scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, tangents[:4]
+        )
+        return out, dstate, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        flat, unflatten = _flatten(info.batch_size, in_dims, args)
+        return tuple(unflatten(x) for x in TopK.apply(*flat)), (0, 0, 0)
+
+
+class Vjp(torch.autograd.Function):
+    """The gradient op; its own derivatives are those of the reference formula."""
+
+    @staticmethod
+    def forward(scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_state):  # type: ignore[no-untyped-def]
+        return vjp_op(scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_state)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.gated, ctx.fixed = inputs[4], inputs[5]
+        ctx.save_for_backward(*inputs[:4], *inputs[6:])
+        ctx.save_for_forward(*inputs[:4], *inputs[6:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        formula, tensors = _formula(ctx)
+        present = [x for x in tensors if x is not None]
+        _, pull = torch.func.vjp(formula, *present)
+        grads = iter(pull(tuple(cotangents)))
+        ds, dk, dh, dv, dstate, dg, dgs = (None if x is None else next(grads) for x in tensors)
+        return ds, dk, dh, dv, None, None, dstate, None, dg, dgs
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        formula, tensors = _formula(ctx)
+        given = (*tangents[:4], tangents[6], *tangents[8:])
+        pairs = [
+            (x, torch.zeros_like(x) if dx is None else dx)
+            for x, dx in zip(tensors, given, strict=True)
+            if x is not None
+        ]
+        primals, directions = zip(*pairs, strict=True)
+        return torch.func.jvp(formula, primals, directions)[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        flat, unflatten = _flatten(info.batch_size, in_dims, args)
+        ds, dv, dk, dh = Vjp.apply(*flat)
+        empty = flat[3] is None
+        dims = (0, None if empty else 0, 0, 0)
+        return (unflatten(ds), dv if empty else unflatten(dv), unflatten(dk), unflatten(dh)), dims
+
+
+def _formula(ctx: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
+    """The reference gradient as a function of the tensors it is differentiable in."""
+    scores, k, hardness, values, state, info, grad_out, grad_state = ctx.saved_tensors
+
+    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        s, k_, h = next(rest), next(rest), next(rest)
+        v = None if values is None else next(rest)
+        st, g = next(rest), next(rest)
+        gs = None if grad_state is None else next(rest)
+        ds, dv, dk, dh = reference.vjp(s, k_, h, v, ctx.gated, ctx.fixed, st, info, g, gs)
+        return ds, s.new_empty(0) if dv is None else dv, dk, dh
+
+    return formula, (scores, k, hardness, values, state, grad_out, grad_state)
+
+
+def _flatten(size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Fold the mapped dimension into the rows."""
+
+    def fold(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    flat = tuple(fold(x, dim) for x, dim in zip(args, in_dims, strict=True))
+    return flat, lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:])
