@@ -24,7 +24,9 @@ setup(
         Extension(
             "laprune.backends._native",
             sources=["src/laprune/backends/native/native.cpp"],
-            depends=[f"src/laprune/backends/native/{name}.hpp" for name in ("kernels", "solver", "team")],
+            depends=[
+                f"src/laprune/backends/native/{name}.hpp" for name in ("kernels", "solver", "team")
+            ],
             extra_compile_args=FLAGS,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
             language="c++",

@@ -38,11 +38,15 @@ def diagnostics(
         mask: a mask, or a :class:`laprune.Solution`.
         dim: the dimension that was selected along.
         eps: an entry counts as near-binary below eps or above 1 - eps.
-        eligible: the ``mask`` argument the operator was called with, if any: other entries are left out.
+        eligible: the ``mask`` the operator was called with, if any: other entries are left out.
     """
     p = mask.mask if isinstance(mask, Solution) else mask
     p = p.detach().to(torch.float64).movedim(dim, -1)
-    ok = torch.ones_like(p) if eligible is None else eligible.movedim(dim, -1).expand(p.shape).to(p.dtype)
+    ok = (
+        torch.ones_like(p)
+        if eligible is None
+        else eligible.movedim(dim, -1).expand(p.shape).to(p.dtype)
+    )
     n = ok.sum(-1)
     mass = (p * ok).sum(-1)
     spread = ((p - (mass / n)[..., None]).square() * ok).sum(-1)

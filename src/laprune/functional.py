@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .op import TopK
+from .op import topk
 
 Mode = Literal["soft", "ste"]
 Number = float | Tensor
@@ -91,8 +91,10 @@ def solve(
     out, state, info = rows.run(k, gamma, name="gamma", fixed=False)
     status, passes = info.unbind(-1)
     pivot, temperature = state[:, PIVOT], state[:, TEMPERATURE]
-    level = (status == Status.UNIFORM) | (status == Status.CONSTANT) | (status == Status.INFEASIBLE)
-    barrier = torch.where(status == Status.HARD, pivot, pivot + state[:, OFFSET])
+    # As plain ints: dynamo takes a comparison with an enum for False.
+    hard, *flat = map(int, (Status.HARD, Status.UNIFORM, Status.CONSTANT, Status.INFEASIBLE))
+    barrier = torch.where(status == hard, pivot, pivot + state[:, OFFSET])
+    level = (status == flat[0]) | (status == flat[1]) | (status == flat[2])
     barrier = barrier.masked_fill(level, torch.nan)
     return Solution(rows.restore(out), *(rows.per_row(x) for x in (barrier, temperature, status, passes)))
 
@@ -199,10 +201,9 @@ class _Rows:
         values: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        n = self.shape[-1]
-        k = self._number(k, "k", float(n))
+        k = self._number(k, "k", self.shape[-1])
         hardness = self._number(hardness, name, float("inf") if fixed else 1.0)
-        return TopK.apply(self.rows, k, hardness, values, gated, fixed)
+        return topk(self.rows, k, hardness, values, gated, fixed)
 
     def _number(self, x: Number, name: str, largest: float) -> Tensor:
         """A number or a tensor as one float64 per row."""
@@ -216,7 +217,7 @@ class _Rows:
             raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
         if not 0 <= x <= largest:
             raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
-        return torch.full((self.rows.shape[0],), float(x), dtype=work, device=self.rows.device)
+        return torch.full((self.rows.shape[0],), x, dtype=work, device=self.rows.device)
 
     def restore(self, rows: Tensor) -> Tensor:
         return rows.reshape(self.shape).movedim(-1, self.dim)

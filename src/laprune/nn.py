@@ -29,7 +29,12 @@ class SoftTopK(torch.nn.Module):
     gamma: Tensor
 
     def __init__(
-        self, k: Number, gamma: float = 0.9, dim: int = -1, mode: Mode = "soft", hard_eval: bool = True
+        self,
+        k: Number,
+        gamma: float = 0.9,
+        dim: int = -1,
+        mode: Mode = "soft",
+        hard_eval: bool = True,
     ) -> None:
         super().__init__()
         self.k, self.dim, self.mode, self.hard_eval = k, dim, mode, hard_eval

@@ -82,6 +82,14 @@ def _report(info: Tensor) -> None:
             warnings.warn(f"laprune: {count} of {len(info)} rows {what}", RuntimeWarning, stacklevel=2)
 
 
+@torch.compiler.allow_in_graph  # dynamo refuses functions with a jvp; autograd traces this one itself
+def topk(
+    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`solve_op` with every derivative."""
+    return TopK.apply(scores, k, hardness, values, gated, fixed)
+
+
 class TopK(torch.autograd.Function):
     """``(scores, k, hardness, values, gated, fixed) -> (out, state, info)``, differentiable."""
 
@@ -146,15 +154,18 @@ class Vjp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        # The pullback is linear, so its own pullback is the tangent map; a forward-mode call would
+        # nest inside the one that brought us here, which torch refuses.
         formula, tensors = _formula(ctx)
         given = (*tangents[:4], tangents[6], *tangents[8:])
-        pairs = [
-            (x, torch.zeros_like(x) if dx is None else dx)
+        directions = tuple(
+            torch.zeros_like(x) if dx is None else dx
             for x, dx in zip(tensors, given, strict=True)
             if x is not None
-        ]
-        primals, directions = zip(*pairs, strict=True)
-        return torch.func.jvp(formula, primals, directions)[1]
+        )
+        outputs, pull = torch.func.vjp(formula, *(x for x in tensors if x is not None))
+        _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, outputs)))
+        return push(directions)[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:

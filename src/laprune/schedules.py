@@ -29,7 +29,9 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     [0.0, 0.146, 0.5, 0.854, 1.0]
     """
     _check(start, end, steps)
-    return lambda step: start + (end - start) * 0.5 * (1 - math.cos(math.pi * _progress(step, steps)))
+    return lambda step: (
+        start + (end - start) * 0.5 * (1 - math.cos(math.pi * _progress(step, steps)))
+    )
 
 
 def constant(value: float) -> Schedule:

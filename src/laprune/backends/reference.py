@@ -54,7 +54,7 @@ SATURATED = 45.0  # exp(-45) is nothing beside 1
 MAX_Z = {torch.float64: 700.0, torch.float32: 80.0}  # |z| is cut here, before exp underflows
 TOLERANCE = {torch.float64: (2.5e-13, 1e-8), torch.float32: (4e-7, 2e-5)}  # mass, hardness
 LONG = 1 << 16  # rows longer than this start from a sample
-SAMPLE_RATIO = 128
+SAMPLE_RATIO = 256
 MIN_SAMPLE = 2048
 
 

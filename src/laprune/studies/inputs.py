@@ -44,14 +44,18 @@ def _cluster(g: torch.Generator, rows: int, n: int) -> Tensor:
 REGISTRY: dict[str, Inputs] = {
     "gaussian": Inputs(_normal, "standard normal"),
     "laplace": Inputs(_laplace, "standard Laplace"),
-    "cauchy": Inputs(lambda *a: torch.tan(math.pi * (_uniform(*a) - 0.5)), "no mean, huge outliers"),
+    "cauchy": Inputs(
+        lambda *a: torch.tan(math.pi * (_uniform(*a) - 0.5)), "no mean, huge outliers"
+    ),
     "uniform": Inputs(_uniform, "between 0 and 1"),
     "lognormal": Inputs(lambda *a: torch.exp(3 * _normal(*a)), "exp(3 N): scales from 1e-4 to 1e4"),
     "bimodal": Inputs(
         lambda g, r, n: 0.1 * _normal(g, r, n) + 10 * (_uniform(g, r, n) < 0.3), "two narrow peaks"
     ),
     "relu": Inputs(lambda *a: _normal(*a).clamp(min=0), "half of the scores tied at zero"),
-    "integers": Inputs(lambda *a: torch.floor(7 * _uniform(*a)) - 3, "seven values, ties everywhere"),
+    "integers": Inputs(
+        lambda *a: torch.floor(7 * _uniform(*a)) - 3, "seven values, ties everywhere"
+    ),
     "near_ties": Inputs(
         lambda g, r, n: _normal(g, r, n).round() + 1e-9 * _normal(g, r, n), "integers, 1e-9 apart"
     ),
@@ -77,9 +81,7 @@ def budgets(rows: int, n: int, seed: int = 0) -> Tensor:
     """Budgets from 1 to n - 1, evenly on a log scale from both ends; one in five is fractional."""
     g = torch.Generator().manual_seed(seed + 1)
     u = torch.rand(4, rows, generator=g, dtype=torch.float64)
-    k = torch.where(
-        u[0] < 0.8, (n ** u[1]).round().clamp(1, n - 1), 0.05 + (n - 0.1) * u[1]
-    )
+    k = torch.where(u[0] < 0.8, (n ** u[1]).round().clamp(1, n - 1), 0.05 + (n - 0.1) * u[1])
     return torch.where(u[2] < 0.3, n - k, k)
 
 

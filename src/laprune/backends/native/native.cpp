@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 16;    // scores per unit of work: sums do not depend on the threads
 constexpr int64_t kLong = 1 << 16;     // rows longer than this start from a sample
-constexpr int64_t kSampleRatio = 128;  // one score in so many
+constexpr int64_t kSampleRatio = 256;  // one score in so many
 constexpr int64_t kMinSample = 2048;
 constexpr int64_t kAlone = 1 << 15;    // less work than this is not worth a thread
 constexpr int kStateSize = 5, kInfoSize = 2;

@@ -1,0 +1,38 @@
+# Two commands matter: `make demo` runs the main job, `make test` passes the tests.
+# Each sets up a local virtual environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/ready
+	$(BIN)/laprune demo
+
+test: $(VENV)/ready-test
+	$(BIN)/pytest --numprocesses auto
+
+lint: $(VENV)/ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and pinned: left to itself, pip may take a build with gigabytes of CUDA libraries.
+$(VENV)/ready: pyproject.toml setup.py constraints.txt $(wildcard src/laprune/backends/native/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools wheel
+	$(PIP) torch
+	$(PIP) --no-build-isolation --editable '.[studies,baselines]'
+	touch $@
+
+$(VENV)/ready-test: $(VENV)/ready
+	$(PIP) --no-build-isolation --editable '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info src/laprune/backends/_native*.so

@@ -1,0 +1,243 @@
+"""The operator's speed, beside the paper's solver, LapSum by sorting and plain selection.
+
+One record is one shape: all contenders run in the same process, one after another, forward and
+backward on the same scores. A contender whose answer is wrong gets no time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import laprune
+from laprune.baselines.lapsum import lapsum_sort
+from laprune.baselines.paper import paper_topk
+
+from .inputs import draw as draw_scores
+from .lab import Options, Record, Setting, Study, console, hardware
+from .timing import copy_bandwidth, graph_ms, median_ms
+
+TRANSFERS = (
+    5  # read r, write p; read r, read g, write dr: the fewest that forward + backward can move
+)
+MASS_TOLERANCE = {
+    "laprune": 1e-6,
+    "lapsum_sort": 1e-4,
+    "paper": 2e-4,
+}  # the paper's own: 1e-4 twice
+SHAPES = ((1, 10**5, 16), (1, 10**6, 16), (1, 10**7, 16), (512, 4096, 128))
+GPU_SHAPES = (
+    *((1, 10**p, 16) for p in range(5, 10)),
+    (4096, 4096, 128),
+    (4096, 32768, 512),
+    (65536, 64, 8),
+)
+VARIANTS = (
+    *((name, 0.9) for name in ("laplace", "cauchy", "relu", "bimodal")),
+    *(("gaussian", gamma) for gamma in (0.3, 0.99, 0.9999)),
+)
+
+
+def settings(options: Options) -> list[Setting]:
+    gpu = torch.device(options.device).type == "cuda"
+    shapes = GPU_SHAPES if gpu else SHAPES
+    if options.quick:
+        shapes = tuple(s for s in shapes if s[0] * s[1] <= 10**6)
+    common = {
+        "hardware": hardware(options.device),
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+    }
+    cases = [(shape, "gaussian", 0.9, True) for shape in shapes]
+    cases += [(shape, name, gamma, False) for shape in shapes for name, gamma in VARIANTS]
+    return [
+        {
+            "rows": rows,
+            "n": n,
+            "k": n // part,
+            "inputs": name,
+            "gamma": gamma,
+            "peers": peers,
+            **common,
+        }
+        for (rows, n, part), name, gamma, peers in cases
+    ]
+
+
+def measure(setting: Setting, options: Options) -> dict[str, Any]:
+    device, k, gamma = setting["device"], setting["k"], setting["gamma"]
+    rows, n = setting["rows"], setting["n"]
+    r = _scores(setting).requires_grad_()
+    g = torch.randn(rows, n, device=device)
+    solution = laprune.solve(r.detach(), k, gamma)
+    t = float(solution.temperature.median())
+    calls = _contenders(r, g, k, gamma, t, device, peers=setting["peers"])
+    result: dict[str, Any] = {
+        "floor_bytes": TRANSFERS * rows * n * r.element_size(),
+        "copy_bytes_per_s": copy_bandwidth(device),
+        "passes": {
+            "median": float(solution.passes.float().median()),
+            "max": int(solution.passes.max()),
+        },
+        "ms": {},
+    }
+    del solution
+    repeats = 15 if rows * n <= 10**6 else 7
+    for name, (call, check) in calls.items():
+        if check is not None and (wrong := check()) > MASS_TOLERANCE[name.split(",")[0]]:
+            result.setdefault("wrong", {})[name] = wrong
+            continue
+        slow = name.startswith("paper") and rows * n >= 10**6
+        result["ms"][name] = median_ms(
+            call, device, 3 if slow else repeats, warm_ups=1 if slow else 3
+        )
+    if torch.device(device).type == "cuda":
+        call, _ = calls["laprune"]
+        result["ms"]["laprune, graph"] = graph_ms(call, 50)
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    elif setting["peers"] and rows == 1:
+        result["extra_bytes"] = _extra_memory(n, k, gamma)
+    return result
+
+
+def _scores(setting: Setting) -> Tensor:
+    rows, n = setting["rows"], setting["n"]
+    if rows * n <= 10**7:
+        return draw_scores(setting["inputs"], rows, n, dtype=torch.float32).to(setting["device"])
+    # More than the host should hold in float64: one drawn block, repeated with its order rolled on.
+    block = (
+        draw_scores(setting["inputs"], 1, 10**7, dtype=torch.float32)
+        .to(setting["device"])
+        .flatten()
+    )
+    times = -(-rows * n // block.numel())
+    return torch.cat([block.roll(i) for i in range(times)])[: rows * n].reshape(rows, n)
+
+
+Contender = tuple[Callable[[], object], Callable[[], float] | None]
+
+
+def _contenders(
+    r: Tensor, g: Tensor, k: int, gamma: float, t: float, device: str, peers: bool
+) -> dict[str, Contender]:
+    """Name to (what is timed, the relative error of its mass)."""
+
+    def both(f: Callable[[Tensor], Tensor]) -> Contender:
+        def error() -> float:
+            return float((f(r.detach()).double().sum(-1) / k - 1).abs().max())
+
+        return lambda: torch.autograd.grad(f(r), r, g), error
+
+    ours = both(lambda x: laprune.soft_topk(x, k, gamma))
+    calls: dict[str, Contender] = {
+        "laprune": ours,
+        "laprune, forward": (lambda: laprune.soft_topk(r.detach(), k, gamma), None),
+        "torch.topk, forward": (lambda: torch.topk(r.detach(), k), None),
+    }
+    if peers:
+        calls["torch.sort, forward"] = (lambda: torch.sort(r.detach()), None)
+        calls["lapsum_sort"] = both(lambda x: lapsum_sort(x, k, t))
+        if torch.device(device).type == "cuda":
+            if r.numel() <= 10**8:
+                calls["paper, compiled"] = both(
+                    functools.partial(paper_topk, k=k, gamma=gamma, compiled=True)
+                )
+        else:
+            calls["paper"] = both(functools.partial(paper_topk, k=k, gamma=gamma))
+    return calls
+
+
+def _extra_memory(n: int, k: int, gamma: float) -> int:
+    """Peak resident bytes of one call beyond scores, mask and gradients, in a fresh process."""
+    code = f"""
+import json, resource, torch, laprune
+def peak(): return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small = torch.randn(300_000, requires_grad=True)
+torch.autograd.grad(laprune.soft_topk(small, 1000, {gamma}), small, torch.ones(300_000))
+r, g = torch.randn({n}, requires_grad=True), torch.ones({n})
+hold = [torch.zeros({n}) for _ in range(2)]  # room for the mask and the gradient
+before = peak()
+del hold
+p = laprune.soft_topk(r, {k}, {gamma})
+d, = torch.autograd.grad(p, r, g)
+print(json.dumps(peak() - before))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(json.loads(out.stdout))
+
+
+def table(records: list[Record]) -> Table:
+    """Times and how many times longer each contender takes."""
+    view = Table(title="forward + backward unless said otherwise; x: times the time of laprune")
+    for column in (
+        "rows x n",
+        "k",
+        "scores",
+        "gamma",
+        "what",
+        "ms",
+        "x",
+        "GB/s",
+        "of copy",
+        "passes",
+    ):
+        view.add_column(
+            column, justify="right" if column in ("ms", "x", "GB/s", "of copy") else "left"
+        )
+    for record in records:
+        s, result = record["setting"], record["result"]
+        shape = f"{s['rows']} x {s['n']:.0e}" if s["n"] >= 10**5 else f"{s['rows']} x {s['n']}"
+        ours = result["ms"]["laprune"]
+        for name, ms in result["ms"].items():
+            own = name in ("laprune", "laprune, graph")
+            rate = result["floor_bytes"] / (ms * 1e-3)
+            view.add_row(
+                *(
+                    (shape, str(s["k"]), s["inputs"], f"{s['gamma']:g}")
+                    if name == "laprune"
+                    else ("",) * 4
+                ),
+                name,
+                f"{ms:.3f}",
+                f"{ms / ours:.2f}",
+                f"{rate / 1e9:.1f}" if own else "",
+                f"{rate / result['copy_bytes_per_s']:.0%}" if own else "",
+                f"{result['passes']['median']:g}, at most {result['passes']['max']}"
+                if name == "laprune"
+                else "",
+            )
+        for name, error in result.get("wrong", {}).items():
+            view.add_row("", "", "", "", name, f"wrong: mass off by {error:.1e}", "", "", "", "")
+    return view
+
+
+def draw(records: list[Record], folder: Path) -> list[Path]:
+    """Writes the table as text; the figure belongs to the scaling study."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "bench_operator.txt"
+    machines = sorted(
+        {(r["setting"]["hardware"], r["where"]["versions"]["torch"]) for r in records}
+    )
+    with console.capture() as capture:
+        console.print(
+            *(f"{name}, torch {version}" for name, version in machines),
+            table(records),
+            sep="\n",
+            width=140,
+        )
+    path.write_text("\n".join(x.rstrip() for x in capture.get().splitlines()) + "\n")
+    return [path]
+
+
+STUDY = Study("bench_operator", "the operator's speed beside its peers", settings, measure, draw)

@@ -1,0 +1,155 @@
+"""The laboratory: what a study is, and how it is run, stored, resumed and drawn.
+
+A study says which settings it measures, how one of them is measured, and how the stored records are
+drawn. The laboratory writes one JSON line per setting, with hardware, versions and commit, before
+anything is aggregated; settings already on file are skipped, so an interrupted study goes on where
+it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+Setting = dict[str, Any]
+Record = dict[str, Any]
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose when running any study."""
+
+    device: str = "cpu"
+    seeds: int | None = None  # None: as many as the study wants
+    quick: bool = False
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is computed, what is stored, what is drawn."""
+
+    name: str
+    about: str
+    settings: Callable[[Options], Iterable[Setting]]
+    measure: Callable[[Setting, Options], dict[str, Any]]
+    draw: Callable[[list[Record], Path], list[Path]]
+
+
+def run(study: Study, options: Options, folder: Path) -> list[Record]:
+    """Measure what is missing and return the records of all wanted settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{study.name}.jsonl"
+    done = {_key(r["setting"]): r for r in load(path)}
+    wanted = list(study.settings(options))
+    missing = [s for s in wanted if _key(s) not in done]
+    where = provenance(options.device)
+    with _progress() as progress:
+        task = progress.add_task(
+            study.name, total=len(wanted), completed=len(wanted) - len(missing)
+        )
+        for setting in missing:
+            progress.update(task, description=f"{study.name}: {_brief(setting)}")
+            record = {"setting": setting, "result": study.measure(setting, options), "where": where}
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            done[_key(setting)] = record
+            progress.advance(task)
+        progress.update(task, description=study.name)
+    return [done[_key(s)] for s in wanted]
+
+
+def load(path: Path) -> list[Record]:
+    """The records of a results file; a line cut short by an interruption is passed over."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Hardware, versions, commit and time."""
+    packages = {}
+    for name in ("laprune", "torch", "triton", "numpy", "scipy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": packages,
+        "commit": _commit(),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def hardware(device: str) -> str:
+    """The name of the device, as its maker gives it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def _commit() -> str | None:
+    """The commit of the source tree; of an installed wheel there is none."""
+    here = Path(__file__).parent
+    out = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return out.stdout.strip() or None
+
+
+def _key(setting: Setting) -> str:
+    return json.dumps(setting, sort_keys=True)
+
+
+def _brief(setting: Setting) -> str:
+    return " ".join(f"{k}={v}" for k, v in setting.items())
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
