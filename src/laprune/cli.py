@@ -21,7 +21,16 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-STUDIES = {"hardness_path": "hardness_path"}
+STUDIES = {
+    "hardness_path": "hardness_path",
+    "discretised": "discretised",
+    "worst_case_floor": "worst_case_floor",
+    "mean_field_agreement": "mean_field_agreement",
+    "eps_sensitivity": "eps_sensitivity",
+    "budget_drift": "budget_drift",
+    "solver_diagnostic": "solver_diagnostic",
+    "million_rows": "million_rows",
+}
 """Name of each table or figure, and the module of `laprune.studies` that makes it."""
 
 Results = Annotated[Path, typer.Option(help="Where records, figures and tables are kept.")]
@@ -70,6 +79,32 @@ def bench_operator(
     options = Options(device=_device(device), quick=quick)
     records = run(study.STUDY, options, results)
     console.print(study.table(records))
+    console.print("written:", *map(str, study.draw(records, results)))
+
+
+@bench.command("scaling")
+def bench_scaling(
+    device: Device = "auto", results: Results = Path("results"), quick: Quick = False
+) -> None:
+    """Runtime and memory against n, every operator in a fresh process."""
+    from .studies import scaling as study
+    from .studies.lab import Options, console, run
+
+    records = run(study.STUDY, Options(device=_device(device), quick=quick), results)
+    console.print("written:", *map(str, study.draw(records, results)))
+
+
+@bench.command("plot")
+def bench_plot(results: Results = Path("results")) -> None:
+    """Draw the scaling figures and tables again from what is stored."""
+    from .studies import scaling as study
+    from .studies.lab import console, load
+
+    records = load(results / f"{study.STUDY.name}.jsonl")
+    if not records:
+        raise typer.BadParameter(
+            f"no scaling records in {results}; run `laprune bench scaling` first"
+        )
     console.print("written:", *map(str, study.draw(records, results)))
 
 

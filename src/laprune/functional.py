@@ -15,6 +15,8 @@ from .op import topk
 Mode = Literal["soft", "ste"]
 Number = float | Tensor
 
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 class Solution(NamedTuple):
     """A solved mask and how it was found; rows have the shape of the scores without ``dim``."""
@@ -96,7 +98,9 @@ def solve(
     barrier = torch.where(status == hard, pivot, pivot + state[:, OFFSET])
     level = (status == flat[0]) | (status == flat[1]) | (status == flat[2])
     barrier = barrier.masked_fill(level, torch.nan)
-    return Solution(rows.restore(out), *(rows.per_row(x) for x in (barrier, temperature, status, passes)))
+    return Solution(
+        rows.restore(out), *(rows.per_row(x) for x in (barrier, temperature, status, passes))
+    )
 
 
 def lapsum_topk(
@@ -142,7 +146,7 @@ def gated_topk(
     """``values * soft_topk(scores, k, gamma)`` in one go; the mask is never stored.
 
     >>> gated_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
-    tensor([2.9871, 0.0615, 1.8770, 0.0000])
+    tensor([2.9983, 0.0522, 1.8957, 0.0000])
 
     Args:
         values: what is gated, shaped as the scores.
@@ -152,15 +156,22 @@ def gated_topk(
     Backward keeps the values, the scores if they differ, and five numbers per row.
     """
     _check_mode(mode)
-    if scores is not None and scores.shape != values.shape:
-        raise ValueError(
-            f"scores must have the shape of values, {tuple(values.shape)}, got {tuple(scores.shape)}"
-        )
+    _check_floating(values, "values")
+    own = None
+    if scores is not None:
+        _check_floating(scores, "scores")
+        if scores.shape != values.shape:
+            raise ValueError(
+                f"scores must have the shape of values, {tuple(values.shape)}, "
+                f"got {tuple(scores.shape)}"
+            )
+        scores = scores.to(torch.promote_types(scores.dtype, values.dtype))
+        own = _Rows(values, dim, None).rows
+    chosen_by = values if scores is None else scores
     if mode == "ste":
-        chosen = soft_topk(values if scores is None else scores, k, gamma, dim=dim, mask=mask, mode="ste")
+        chosen = soft_topk(chosen_by, k, gamma, dim=dim, mask=mask, mode="ste")
         return torch.where(chosen == 0, 0.0, chosen * values)
-    rows = _Rows(values if scores is None else scores, dim, mask)
-    own = None if scores is None else _Rows(values, dim, None).rows
+    rows = _Rows(chosen_by, dim, mask)
     out, _, _ = rows.run(k, gamma, name="gamma", fixed=False, values=own, gated=True)
     return rows.restore(out)
 
@@ -169,17 +180,17 @@ class _Rows:
     """Scores as contiguous rows (rows, n), with ineligible entries at ``-inf``."""
 
     def __init__(self, scores: Tensor, dim: int, mask: Tensor | None) -> None:
-        if not isinstance(scores, Tensor):
-            raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
-        if not scores.is_floating_point():
-            raise TypeError(f"scores must be floating point, got {scores.dtype}")
+        _check_floating(scores, "scores")
+        if not isinstance(dim, int):
+            raise TypeError(f"dim must be an int, got {type(dim).__name__}")
         if scores.dim() == 0 or not -scores.dim() <= dim < scores.dim():
             raise ValueError(f"dim must be a dimension of scores {tuple(scores.shape)}, got {dim}")
         if scores.shape[dim] == 0:
             raise ValueError(f"scores {tuple(scores.shape)} have no entries along dim {dim}")
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise TypeError(f"mask must be boolean, got {mask.dtype}")
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"mask must be a boolean tensor, got {given}")
             scores = scores.masked_fill(~_broadcast(mask, scores.shape, "mask"), -torch.inf)
         self.dim = dim
         moved = scores.movedim(dim, -1)
@@ -217,6 +228,8 @@ class _Rows:
             raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
         if not 0 <= x <= largest:
             raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
+        if isinstance(x, Real):
+            x = float(x)
         return torch.full((self.rows.shape[0],), x, dtype=work, device=self.rows.device)
 
     def restore(self, rows: Tensor) -> Tensor:
@@ -230,7 +243,17 @@ def _broadcast(x: Tensor, shape: torch.Size, name: str) -> Tensor:
     try:
         return x.expand(shape)
     except RuntimeError:
-        raise ValueError(f"{name} of shape {tuple(x.shape)} does not broadcast to {tuple(shape)}") from None
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} does not broadcast to {tuple(shape)}"
+        ) from None
+
+
+def _check_floating(x: Tensor, name: str) -> None:
+    given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    if given not in _FLOATING:
+        raise TypeError(
+            f"{name} must be a float64, float32, float16 or bfloat16 tensor, got {given}"
+        )
 
 
 def _check_mode(mode: str) -> None:

@@ -79,7 +79,9 @@ def _report(info: Tensor) -> None:
     ):
         count = int((info[:, 0] == status).sum())
         if count:
-            warnings.warn(f"laprune: {count} of {len(info)} rows {what}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"laprune: {count} of {len(info)} rows {what}", RuntimeWarning, stacklevel=2
+            )
 
 
 @torch.compiler.allow_in_graph  # dynamo refuses functions with a jvp; autograd traces this one itself
@@ -107,7 +109,9 @@ class TopK(torch.autograd.Function):
         ctx.save_for_forward(scores, k, hardness, values, state, info)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
+    ) -> tuple[Any, ...]:
         scores, k, hardness, values, state, info = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(scores)
@@ -192,7 +196,9 @@ def _formula(ctx: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
     return formula, (scores, k, hardness, values, state, grad_out, grad_state)
 
 
-def _flatten(size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+def _flatten(
+    size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], Any]:
     """Fold the mapped dimension into the rows."""
 
     def fold(x: Any, dim: int | None) -> Any:

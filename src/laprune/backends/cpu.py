@@ -22,7 +22,9 @@ _SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled unit, or None where it was not built."""
-    found = sorted((Path(__file__).parent).glob("_native*.so")) + sorted(Path(__file__).parent.glob("_native*.pyd"))
+    found = sorted((Path(__file__).parent).glob("_native*.so")) + sorted(
+        Path(__file__).parent.glob("_native*.pyd")
+    )
     return ctypes.CDLL(str(found[0])) if found else None
 
 
@@ -31,7 +33,9 @@ def serves(scores: Tensor) -> bool:
 
 
 def _call(name: str, dtype: torch.dtype, *args: Any) -> None:
-    getattr(library(), f"laprune_{name}_{_SUFFIX[dtype]}")(*args, ctypes.c_int(torch.get_num_threads()))
+    getattr(library(), f"laprune_{name}_{_SUFFIX[dtype]}")(
+        *args, ctypes.c_int(torch.get_num_threads())
+    )
 
 
 def _pointer(x: Tensor | None) -> ctypes.c_void_p:

@@ -21,7 +21,8 @@ at both ends, and as sharp for ``1 - gamma`` as for ``gamma``.
 reduced residual ``R = e2 - (e2_b/e1_b) e1`` and its slope in log t, which is negative. The temperature
 moves only when the barrier is solved for the present t, or nearly so; then the sign of R also moves a
 bracket of log t, and a step out of it bisects. A step in log t is at most 3, and smaller downwards
-where the barrier is uncertain; b follows linearly in t, as it does at both ends. Otherwise only the
+where the barrier is uncertain; b follows linearly in t, as it does at both ends. In the gap that
+parts the k largest scores from the others a temperature that is certainly too small is raised at once. Otherwise only the
 barrier moves, inside a bracket of its own. The scores are measured from a ``pivot``, a score near b,
 so that b and t keep their digits however far the scores lie from zero.
 
@@ -128,7 +129,15 @@ def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
 
 
 def _step(
-    s: _Sums, at: _Point, n: Tensor, k: Tensor, target: Tensor, *, fixed: bool, passes: int, tol: tuple[float, float]
+    s: _Sums,
+    at: _Point,
+    n: Tensor,
+    k: Tensor,
+    target: Tensor,
+    *,
+    fixed: bool,
+    passes: int,
+    tol: tuple[float, float],
 ) -> _Verdict:
     """Judge the sums at a point and propose the next one."""
     t, N = at.tau.exp(), s.above_count
@@ -197,10 +206,22 @@ def _step(
     blind = torch.minimum(under, over) > 0.9 * MAX_Z[t.dtype] * t
     b_only = torch.where(blind, torch.where(excess > 0, at.b + over, at.b - under), at.b + t * u)
     bracketed = b_lo.isfinite() & b_hi.isfinite()
-    b_only = torch.where(bracketed & ~((b_only > b_lo) & (b_only < b_hi)), 0.5 * (b_lo + b_hi), b_only)
+    b_only = torch.where(
+        bracketed & ~((b_only > b_lo) & (b_only < b_hi)), 0.5 * (b_lo + b_hi), b_only
+    )
 
     b = torch.where(both, b_both, b_only)
     b_lo, b_hi = b_lo.masked_fill(both, -math.inf), b_hi.masked_fill(both, math.inf)
+    if not fixed:
+        # In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
+        reach = torch.log(n / torch.sqrt(k * (n - k))) + torch.nn.functional.softplus(target)
+        bound = torch.log((s.above - s.below) / (2 * reach))
+        sharp = (N == k) & (at.tau < bound)
+        middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot))
+        b, tau = torch.where(sharp, middle, b), torch.where(sharp, bound, tau)
+        tau_lo = torch.where(sharp, torch.maximum(at.tau_lo, at.tau), tau_lo)
+        tau_hi = torch.where(sharp, at.tau_hi, tau_hi)
+        b_lo, b_hi = b_lo.masked_fill(sharp, -math.inf), b_hi.masked_fill(sharp, math.inf)
     moved = _Point(at.pivot, b, tau, tau_lo, tau_hi, b_lo, b_hi)
     return _Verdict(
         converged,
@@ -248,13 +269,21 @@ def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) 
     count = (sample > -math.inf).sum(-1).to(r.dtype)
     rough = k * size / r.shape[-1]
     full = _diffuse_start(r, n, k, target, fixed)
-    ok = (rough < 0.999 * count) & (sample.amax(-1) > sample.masked_fill(sample == -math.inf, math.inf).amin(-1))
+    ok = (rough < 0.999 * count) & (
+        sample.amax(-1) > sample.masked_fill(sample == -math.inf, math.inf).amin(-1)
+    )
     # Rows whose sample says nothing get a harmless stand-in, and start from the whole row.
     stand_in = torch.arange(size, dtype=r.dtype, device=r.device)
     sample = torch.where(ok[:, None], sample, stand_in)
     count, rough = torch.where(ok, count, size), torch.where(ok, rough, size / 2)
     at, *_, last = _iterate(
-        sample, count, rough, target, _diffuse_start(sample, count, rough, target, fixed), fixed, (1e-3, 1e-3)
+        sample,
+        count,
+        rough,
+        target,
+        _diffuse_start(sample, count, rough, target, fixed),
+        fixed,
+        (1e-3, 1e-3),
     )
     spacing = torch.log(last.above - last.below)
     tau = torch.where(spacing.isfinite(), torch.maximum(at.tau, spacing), at.tau)
@@ -262,7 +291,13 @@ def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) 
 
 
 def _iterate(
-    r: Tensor, n: Tensor, k: Tensor, target: Tensor, at: _Point, fixed: bool, tol: tuple[float, float]
+    r: Tensor,
+    n: Tensor,
+    k: Tensor,
+    target: Tensor,
+    at: _Point,
+    fixed: bool,
+    tol: tuple[float, float],
 ) -> tuple[_Point, Tensor, Tensor, Tensor, Tensor, _Sums]:
     """Run all rows until each has converged or is tied; finished rows stay where they are."""
     rows = k.shape[0]
@@ -274,7 +309,10 @@ def _iterate(
         v = _step(s, at, n, k, target, fixed=fixed, passes=i, tol=tol)
         running = status == Status.STALLED
         passes += running
-        mean_z, mean_p = torch.where(running, v.mean_z, mean_z), torch.where(running, v.mean_p, mean_p)
+        mean_z, mean_p = (
+            torch.where(running, v.mean_z, mean_z),
+            torch.where(running, v.mean_p, mean_p),
+        )
         status = torch.where(running & v.converged, Status.CONVERGED, status)
         status = torch.where(running & ~v.converged & v.tied, Status.TIED, status)
         running = status == Status.STALLED
@@ -301,7 +339,9 @@ def _hard(r: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _hard_from_state(r: Tensor, threshold: Tensor, share: Tensor) -> Tensor:
     tied = r == threshold[:, None]
     turn = tied.cumsum(-1) - 1
-    return torch.where(tied, (share[:, None] - turn).clamp(0, 1), (r > threshold[:, None]).to(r.dtype))
+    return torch.where(
+        tied, (share[:, None] - turn).clamp(0, 1), (r > threshold[:, None]).to(r.dtype)
+    )
 
 
 def _classify(r: Tensor, n: Tensor, k: Tensor, hardness: Tensor, fixed: bool) -> Tensor:
@@ -315,7 +355,10 @@ def _classify(r: Tensor, n: Tensor, k: Tensor, hardness: Tensor, fixed: bool) ->
         (hardness == uniform, Status.UNIFORM),
         ((hardness == binary) | (k == 0) | (k == n), Status.HARD),
         (k > n, Status.INFEASIBLE),
-        (~(r < math.inf).all(-1) | ~(k >= 0) | ~((hardness >= 0) & (hardness <= largest)), Status.NONFINITE),
+        (
+            ~(r < math.inf).all(-1) | ~(k >= 0) | ~((hardness >= 0) & (hardness <= largest)),
+            Status.NONFINITE,
+        ),
     ):
         status = torch.where(condition, int(answer), status)
     return status
@@ -329,7 +372,9 @@ def _mask(r: Tensor, state: Tensor, status: Tensor) -> Tensor:
     soft = torch.where(z > 0, 1 - q, torch.where(z > -MAX_Z[r.dtype], q, 0.0))
     status = status[:, None]
     p = torch.where(ok, state[:, MEAN_P, None], 0.0)
-    p = torch.where((status == Status.CONVERGED) | (status == Status.TIED) | (status == Status.STALLED), soft, p)
+    p = torch.where(
+        (status == Status.CONVERGED) | (status == Status.TIED) | (status == Status.STALLED), soft, p
+    )
     p = torch.where(status == Status.HARD, _hard_from_state(r, pivot, b), p)
     return torch.where(status == Status.NONFINITE, math.nan, p)
 
@@ -363,7 +408,9 @@ def solve(
         target = target if fixed else target - torch.log1p(-hardness[open_])
         begin = _sample_start if r.shape[-1] > LONG else _diffuse_start
         start = begin(rows, n_, k_, target, fixed)
-        at, found, count, mean_z, mean_p, _ = _iterate(rows, n_, k_, target, start, fixed, TOLERANCE[work])
+        at, found, count, mean_z, mean_p, _ = _iterate(
+            rows, n_, k_, target, start, fixed, TOLERANCE[work]
+        )
         t = hardness[open_] if fixed else at.tau.exp()
         state[open_] = torch.stack([at.pivot, at.b, t, mean_z, mean_p], -1)
         status[open_], passes[open_] = found, count
@@ -390,7 +437,8 @@ class _Weights(NamedTuple):
 def _weights(r: Tensor, state: Tensor, smooth: Tensor) -> _Weights:
     """Moments at the solution; rows that are not smooth get harmless numbers."""
     pivot, b, t = (
-        torch.where(smooth, state[:, i], float(i == TEMPERATURE))[:, None] for i in (PIVOT, OFFSET, TEMPERATURE)
+        torch.where(smooth, state[:, i], float(i == TEMPERATURE))[:, None]
+        for i in (PIVOT, OFFSET, TEMPERATURE)
     )
     z, q = _z_and_q(torch.where(smooth[:, None], r, 0.0), pivot[:, 0], b[:, 0], t[:, 0])
     q = torch.where(r > -math.inf, q, 0.0)
@@ -427,7 +475,11 @@ def vjp(
     regular = ((status == Status.CONVERGED) | (status == Status.STALLED))[:, None]
     tied = (status == Status.TIED)[:, None]
     w = _weights(r, state, (regular | tied)[:, 0])
-    gb, gt = (grad_state[:, [OFFSET]], grad_state[:, [TEMPERATURE]]) if grad_state is not None else (0.0, 0.0)
+    gb, gt = (
+        (grad_state[:, [OFFSET]], grad_state[:, [TEMPERATURE]])
+        if grad_state is not None
+        else (0.0, 0.0)
+    )
     g0 = (w.q * e).sum(-1, keepdim=True) - w.t * gb
     two = regular & (w.cov > 0) & (not fixed)
     lever = (w.q * (w.z - w.mean_z) * e).sum(-1, keepdim=True) - w.t * gt + w.mean_z * w.t * gb
@@ -435,7 +487,7 @@ def vjp(
     c0 = g0 / w.s0 - c1 * w.mean_p
     dr = torch.where(regular, w.q / w.t * (e - c0 - c1 * w.p), 0.0)
 
-    n = ok.sum(-1, keepdim=True).to(work)
+    n = ok.sum(-1, keepdim=True).clamp(min=1).to(work)
     k, hardness = k.to(work)[:, None], hardness.to(work)[:, None]
     a = k / n
     level = ((status == Status.UNIFORM) | (status == Status.CONSTANT))[:, None]
@@ -483,7 +535,7 @@ def jvp(
     regular = ((status == Status.CONVERGED) | (status == Status.STALLED))[:, None]
     tied = (status == Status.TIED)[:, None]
     w = _weights(r, state, (regular | tied)[:, 0])
-    n = ok.sum(-1, keepdim=True).to(work)
+    n = ok.sum(-1, keepdim=True).clamp(min=1).to(work)
     k, hardness = k.to(work)[:, None], hardness.to(work)[:, None]
     a = k / n
     x = torch.where(regular, dr / w.t, 0.0)

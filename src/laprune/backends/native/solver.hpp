@@ -78,6 +78,7 @@ class Iteration {
   double tau_;
   double tau_lo_ = -kInf, tau_hi_ = kInf;  // bracket of log t
   double b_lo_ = -kInf, b_hi_ = kInf;      // bracket of b at this t
+  double stride_ = kInf;                   // size of the last step in log t
   int polished_ = 0;
   void move(double b, double tau, const Sums& s);
 };
@@ -126,6 +127,18 @@ inline Status Iteration::step(const Sums& s) {
       t < s.gap / kSaturated && std::abs(at.b) < s.gap / 2 && e2 < 0 && N != k;
   if (pinned && budget_holds && !problem_.fixed) return kTied;
 
+  // In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
+  if (!problem_.fixed && N == k) {
+    const double reach = std::log(n / std::sqrt(k * (n - k))) + std::log1p(std::exp(problem_.target));
+    const double bound = std::log((s.above - s.below) / (2 * reach));
+    if (tau_ < bound) {
+      tau_lo_ = std::max(tau_lo_, tau_);
+      b_lo_ = -kInf, b_hi_ = kInf, polish = false;
+      move(0.5 * ((s.below - at.pivot) + (s.above - at.pivot)), bound, s);
+      return kStalled;
+    }
+  }
+
   const double u = -e1 / e1_b;  // Newton step of the barrier alone, in units of t
   const double size = std::max(std::abs(e1), std::abs(residual));
   polish = 10 * size * size <= std::min(problem_.tol.mass, problem_.tol.hardness);
@@ -152,7 +165,11 @@ inline Status Iteration::step(const Sums& s) {
     double tau = tau_ + d;
     if (problem_.fixed && std::abs(problem_.target - tau) < 1e-9) tau = problem_.target;
     const bool bracketed = std::isfinite(tau_lo_) && std::isfinite(tau_hi_);
-    if (!fine && bracketed && !(tau > tau_lo_ && tau < tau_hi_)) tau = 0.5 * (tau_lo_ + tau_hi_);
+    // Steps that leave the bracket, or do not shrink inside it, bisect.
+    if (!fine && bracketed &&
+        !(tau > tau_lo_ && tau < tau_hi_ && std::abs(tau - tau_) <= 0.75 * stride_))
+      tau = 0.5 * (tau_lo_ + tau_hi_);
+    stride_ = std::abs(tau - tau_);
     b_lo_ = -kInf, b_hi_ = kInf;
     // b is close to linear in t, at both ends.
     move(at.b + t * (u - e1_t / e1_b * std::expm1(tau - tau_)), tau, s);
