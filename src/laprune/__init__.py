@@ -1,8 +1,8 @@
 """LaPrune: differentiable top-k masks with exact mass and controlled hardness.
 
 >>> import torch, laprune
->>> laprune.soft_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
-tensor([0.9957, 0.0615, 0.9385, 0.0043])
+>>> laprune.soft_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.8)
+tensor([0.9952, 0.1065, 0.8935, 0.0048])
 """
 
 from . import nn, schedules

@@ -30,6 +30,9 @@ STUDIES = {
     "budget_drift": "budget_drift",
     "solver_diagnostic": "solver_diagnostic",
     "million_rows": "million_rows",
+    "feature_selection": "feature_selection",
+    "feature_budget": "feature_budget",
+    "selector_comparison": "selector_comparison",
 }
 """Name of each table or figure, and the module of `laprune.studies` that makes it."""
 

@@ -49,9 +49,9 @@ def soft_topk(
     ``sum p^2 = (a + (1 - a) gamma) k`` with ``a = k/n``.
 
     >>> scores = torch.tensor([3.0, 1.0, 2.0, 0.0])
-    >>> soft_topk(scores, k=2, gamma=0.9)
-    tensor([0.9957, 0.0615, 0.9385, 0.0043])
-    >>> soft_topk(scores, k=2, gamma=0.9).sum()
+    >>> soft_topk(scores, k=2, gamma=0.8)
+    tensor([0.9952, 0.1065, 0.8935, 0.0048])
+    >>> soft_topk(scores, k=2, gamma=0.8).sum()
     tensor(2.)
 
     Args:
@@ -83,9 +83,9 @@ def solve(
 ) -> Solution:
     """:func:`soft_topk` with everything the solver knows.
 
-    >>> s = solve(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
+    >>> s = solve(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.8)
     >>> round(s.barrier.item(), 6), round(s.temperature.item(), 4), Status(s.status.item()).name
-    (1.5, 0.2386, 'CONVERGED')
+    (1.5, 0.3234, 'CONVERGED')
 
     Mask, barrier and temperature are differentiable; barrier and temperature are float64.
     """
@@ -125,8 +125,8 @@ def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None =
     >>> hard_topk(torch.tensor([1.0, 2.0, 2.0, 2.0]), k=2)
     tensor([0., 1., 1., 0.])
 
-    Arguments as in :func:`soft_topk`. A fractional k gives its fraction to the next entry in line, so
-    that the mass is k.
+    Arguments as in :func:`soft_topk`. A fractional k gives its fraction to the next entry in line,
+    so that the mass is k.
     """
     rows = _Rows(scores, dim, mask).detached()
     out, _, _ = rows.run(k, 1.0, name="gamma", fixed=False)
@@ -145,8 +145,8 @@ def gated_topk(
 ) -> Tensor:
     """``values * soft_topk(scores, k, gamma)`` in one go; the mask is never stored.
 
-    >>> gated_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.9)
-    tensor([2.9983, 0.0522, 1.8957, 0.0000])
+    >>> gated_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.8)
+    tensor([2.9855, 0.1065, 1.7869, 0.0000])
 
     Args:
         values: what is gated, shaped as the scores.
@@ -170,7 +170,10 @@ def gated_topk(
     chosen_by = values if scores is None else scores
     if mode == "ste":
         chosen = soft_topk(chosen_by, k, gamma, dim=dim, mask=mask, mode="ste")
-        return torch.where(chosen == 0, 0.0, chosen * values)
+        excluded = chosen_by == -torch.inf
+        if mask is not None:
+            excluded = excluded | ~mask
+        return chosen * values.masked_fill(excluded, 0.0)
     rows = _Rows(chosen_by, dim, mask)
     out, _, _ = rows.run(k, gamma, name="gamma", fixed=False, values=own, gated=True)
     return rows.restore(out)

@@ -11,9 +11,9 @@ from .functional import Mode, Number, hard_topk, soft_topk
 class SoftTopK(torch.nn.Module):
     """A soft top-k mask over scores while training, the hard one in evaluation.
 
-    >>> layer = SoftTopK(k=2, gamma=0.9)
+    >>> layer = SoftTopK(k=2, gamma=0.8)
     >>> layer(torch.tensor([3.0, 1.0, 2.0, 0.0]))
-    tensor([0.9957, 0.0615, 0.9385, 0.0043])
+    tensor([0.9952, 0.1065, 0.8935, 0.0048])
     >>> layer.eval()(torch.tensor([3.0, 1.0, 2.0, 0.0]))
     tensor([1., 0., 1., 0.])
 

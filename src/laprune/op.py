@@ -1,8 +1,9 @@
 """The operator as PyTorch sees it: two custom ops, and the autograd functions around them.
 
-The ops are opaque to tracing (``torch.compile``, ``export``, fake tensors) and go to whichever backend
-serves the device. The autograd functions hold no mathematics: they say which op is whose derivative,
-and leave second derivatives and forward mode to the differentiable formulas of the reference.
+The ops are opaque to tracing (``torch.compile``, ``export``, fake tensors) and go to whichever
+backend serves the device. The autograd functions hold no mathematics: they say which op is whose
+derivative, and leave second derivatives and forward mode to the differentiable formulas of the
+reference.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _report(info: Tensor) -> None:
             )
 
 
-@torch.compiler.allow_in_graph  # dynamo refuses functions with a jvp; autograd traces this one itself
+# Dynamo refuses autograd functions with a jvp; in the graph, autograd itself traces this one.
+@torch.compiler.allow_in_graph
 def topk(
     scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +153,7 @@ class Vjp(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         formula, tensors = _formula(ctx)
         present = [x for x in tensors if x is not None]
-        _, pull = torch.func.vjp(formula, *present)
+        _, pull = torch.func.vjp(formula, *present)  # type: ignore[misc]
         grads = iter(pull(tuple(cotangents)))
         ds, dk, dh, dv, dstate, dg, dgs = (None if x is None else next(grads) for x in tensors)
         return ds, dk, dh, dv, None, None, dstate, None, dg, dgs
@@ -167,8 +169,9 @@ class Vjp(torch.autograd.Function):
             for x, dx in zip(tensors, given, strict=True)
             if x is not None
         )
-        outputs, pull = torch.func.vjp(formula, *(x for x in tensors if x is not None))
-        _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, outputs)))
+        present = [x for x in tensors if x is not None]
+        outputs, pull = torch.func.vjp(formula, *present)  # type: ignore[misc]
+        _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, outputs)))  # type: ignore[misc]
         return push(directions)[0]
 
     @staticmethod

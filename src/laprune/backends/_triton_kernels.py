@@ -1,519 +1,103 @@
 # mypy: ignore-errors
 # Triton compiles these functions from their source: their arguments have no Python types.
-"""The Triton kernels of the CUDA backend. ``reference`` explains the mathematics, with the same names.
-
-Scores are held as tiles ``[U, ROWS, C]``: score ``u C + c`` of each row, so that a thread keeps
-several scores of one row in registers and sums over U without talking to its neighbours. What belongs
-to a row is a vector ``[ROWS]``, in float64. Two kernels solve and two differentiate:
+"""The Triton kernels of the CUDA backend: two that solve and two that differentiate.
 
 - ``rows_*``: rows that fit on chip, read once and iterated in registers;
 - ``long_*``: longer rows, read in chunks, each by one program or by a team of programs. A team meets
   at a barrier after every pass: each program leaves a line of sums, reads all lines in the same order,
   and takes the same step as the others.
 
-The exponent is kept in base two: ``y = z log2(e)`` and ``e = 2^-|y| = 2q``.
+GATE is 0 where the mask itself is wanted, 1 where it gates values, 2 where it gates the scores.
 """
 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
+from ._triton_solver import (
+    CONSTANT,
+    CONVERGED,
+    HARD,
+    INF,
+    LN2,
+    MAX_PASSES,
+    NONFINITE,
+    ROUGH,
+    SOFT,
+    STALLED,
+    TIED,
+    UNIFORM,
+    _max_y,
+    across_max,
+    add8,
+    affine,
+    aim,
+    any_of,
+    begin,
+    classify,
+    count,
+    diffuse_start,
+    flat_mask,
+    hard_mask,
+    is_regular,
+    is_soft,
+    is_sparse,
+    keep,
+    lane_near,
+    lane_spread,
+    lane_sums,
+    level_of,
+    part_aim,
+    plus,
+    pose,
+    scaled,
+    score_at,
+    select_tiles,
+    settle,
+    soft_mask,
+    solve_tiles,
+    step,
+    store_row,
+    tiles_near,
+    tiles_stats,
+    top_bit,
+)
 
-# The values of laprune.Status.
-CONVERGED, UNIFORM, HARD, CONSTANT = (tl.constexpr(i) for i in range(4))
-TIED, INFEASIBLE, NONFINITE, STALLED = (tl.constexpr(i) for i in range(4, 8))
-
-MAX_PASSES = tl.constexpr(100)
-PATIENCE = tl.constexpr(16)  # passes after which a temperature step needs a solved barrier
-MAX_STEP = tl.constexpr(3.0)  # largest step in log t
-SATURATED = tl.constexpr(45.0)  # exp(-45) is nothing beside 1
-SOFT = tl.constexpr(0.05)  # below this gamma, sum (p - a)^2 needs its own sum
-# Sums of e per score below this: one side of the barrier is empty for at least SATURATED / 2.
-SPARSE = tl.constexpr(2e-10)
-ROUGH = tl.constexpr(1e-3)  # tolerance of a solution that only starts another
+FEW = tl.constexpr(4)  # scores on each side of the barrier that a sample should have
 RUN = tl.constexpr(8)  # neighbouring scores in a sample: one sector of memory
 COLUMNS = tl.constexpr(16)  # of a program's line of sums: 0 to 11 are added, the rest are maxima
 SUMS = tl.constexpr(12)
+FLUSH = tl.constexpr(8)  # chunks summed in the scores' own type before they join a float64
 
 
 @triton.jit
-def _max_y(T: tl.constexpr):
-    """|y| is cut here, before the exponential underflows."""
-    return 1009.8865286222744 if T == tl.float64 else 115.41560327111707
+def _offsets(U: tl.constexpr, C: tl.constexpr):
+    return (tl.arange(0, U) * C)[None, :, None] + tl.arange(0, C)[None, None, :]
 
 
 @triton.jit
-def _affine(pivot, b, t, T: tl.constexpr):
-    """y = (x - pivot) rate - c_hi - c_lo; two pieces keep the digits of b/t in float32."""
-    rate = (LOG2E / t).to(T)
-    c = b * rate.to(tl.float64)
-    c_hi = c.to(T)
-    return pivot.to(T), rate, c_hi, (c - c_hi.to(tl.float64)).to(T)
+def _load_tiles(p, o_rows, m_rows, n_cols, T: tl.constexpr, fill: tl.constexpr,
+                U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Whole rows, as a tuple of tiles."""
+    o = _offsets(U, C)
+    p_rows = p + (o_rows * n_cols)[:, None, None]
+    m = m_rows[:, None, None]
+    tiles = (tl.load(p_rows + o, mask=m & (o < n_cols), other=fill).to(T),)
+    for j in tl.static_range(1, TILES):
+        o_j = o + j * U * C
+        tiles = tiles + (tl.load(p_rows + o_j, mask=m & (o_j < n_cols), other=fill).to(T),)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit
-def _scaled(b_x, line):
-    pivot, rate, c_hi, c_lo = line
-    b_y = (b_x - pivot[None, :, None]) * rate[None, :, None] - c_hi[None, :, None]
-    return b_y - c_lo[None, :, None]
+def _store_tile(p, o_rows, m_rows, n_cols, b, j: tl.constexpr, U: tl.constexpr, C: tl.constexpr):
+    o = _offsets(U, C) + j * U * C
+    m = m_rows[:, None, None] & (o < n_cols)
+    tl.store(p + (o_rows * n_cols)[:, None, None] + o, b, mask=m)
 
 
 @triton.jit
-def _lane_sums(b_x, line, T: tl.constexpr):
-    """The sums of one pass per lane, in units of e and y; lo is y <= 0, hi is y > 0, w = |y|."""
-    b_y = _scaled(b_x, line)
-    w = tl.minimum(tl.abs(b_y), _max_y(T))
-    e = tl.exp2(-w)
-    m_hi = b_y > 0
-    lo, hi, ew = tl.where(m_hi, 0.0, e), tl.where(m_hi, e, 0.0), e * w
-    return (
-        tl.sum(tl.where(m_hi, 1.0, 0.0).to(T), 0),
-        tl.sum(lo, 0),
-        tl.sum(hi, 0),
-        tl.sum(lo * w, 0),
-        tl.sum(hi * w, 0),
-        tl.sum(lo * e, 0),
-        tl.sum(hi * e, 0),
-        tl.sum(lo * ew, 0),
-        tl.sum(hi * ew, 0),
-    )
-
-
-@triton.jit
-def _lane_spread(b_x, line, a, T: tl.constexpr):
-    """sum (p - a)^2 per lane, without cancellation where p is close to a."""
-    p = _soft_mask(b_x, line, T)
-    d = tl.where(b_x > -INF, p - a.to(T)[None, :, None], 0.0)
-    return tl.sum(d * d, 0)
-
-
-@triton.jit
-def _lane_near(b_x, line):
-    """The nearest scores on both sides of the barrier, and from the pivot to another score."""
-    m_hi = _scaled(b_x, line) > 0
-    far = tl.abs(b_x - line[0][None, :, None])
-    return (
-        tl.max(tl.where(m_hi, -INF, b_x), 0),
-        tl.max(tl.where(m_hi, -b_x, -INF), 0),
-        tl.max(tl.where(far > 0, -far, -INF), 0),
-    )
-
-
-@triton.jit
-def _soft_mask(b_x, line, T: tl.constexpr):
-    b_y = _scaled(b_x, line)
-    w = tl.abs(b_y)
-    q = tl.where(w < _max_y(T), 0.5 * tl.exp2(-tl.minimum(w, _max_y(T))), 0.0)
-    return tl.where(b_y > 0, 1.0 - q, q)
-
-
-@triton.jit
-def _log_ratio(P, M, excess, T: tl.constexpr):
-    """log(P/M), to the digits of P - M where they are close."""
-    if T == tl.float64:
-        return tl.log(P / M)
-    else:
-        x = excess.to(T) / M.to(T)
-        series = x * (1.0 - x * (0.5 - x * (0.33333333 - 0.25 * x)))
-        return tl.where(tl.abs(x) < 0.01, series, tl.log(P.to(T)) - tl.log(M.to(T)))
-
-
-@triton.jit
-def _expm1(x):
-    series = x * (1.0 + x * (0.5 + x * (0.16666667163372 + x * 0.041666667)))
-    return tl.where(tl.abs(x) < 0.004, series, tl.exp(x) - 1.0)
-
-
-@triton.jit
-def _hardness(sums, spread, excess, n, k, target, soft, e1, e1_b, e1_t, T: tl.constexpr):
-    """e2, and the residual and slope in log t of the hardness on the budget."""
-    N, lo, hi, w_lo, w_hi, ee_lo, ee_hi, eew_lo, eew_hi = sums
-    q_lo, q_hi, qq_lo, qq_hi = 0.5 * lo, 0.5 * hi, 0.25 * ee_lo, 0.25 * ee_hi
-    a, rest = k / n, (n - k) / n
-    shift = excess / n
-    mean, off = (a + shift).to(T), (rest - shift).to(T)
-    closed = (qq_lo - 2 * a * q_lo + a * a * (n - N)) + (qq_hi - 2 * rest * q_hi + rest * rest * N)
-    floor = tl.where(soft, 1e-37, 1e-6 * k * rest)
-    C = tl.maximum(tl.where(soft, spread, closed) - excess * shift, floor).to(T)
-    V = (q_lo + q_hi - qq_lo - qq_hi).to(T)
-    s_lo, s_hi, r_lo, r_hi = q_lo.to(T), q_hi.to(T), qq_lo.to(T), qq_hi.to(T)
-    sw_lo, sw_hi = (0.5 * LN2 * w_lo).to(T), (0.5 * LN2 * w_hi).to(T)
-    rw_lo, rw_hi = (0.25 * LN2 * eew_lo).to(T), (0.25 * LN2 * eew_hi).to(T)
-    c_b = -2 * ((r_lo - mean * s_lo) + (off * s_hi - r_hi))
-    c_t = 2 * ((rw_lo - mean * sw_lo) - (off * sw_hi - rw_hi))
-    v_b = (s_hi - 2 * r_hi) - (s_lo - 2 * r_lo)
-    v_t = sw_lo + sw_hi - 2 * (rw_lo + rw_hi)
-    e2_b, e2_t = c_b / C - v_b / V, c_t / C - v_t / V
-    e2 = (tl.log(C) - tl.log(V)) - target.to(T)
-    pull = e2_b / e1_b
-    return e2, e2 - pull * e1, e2_t - pull * e1_t
-
-
-@triton.jit
-def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr, T: tl.constexpr):
-    """Judge the sums at a point and propose the next one, row by row.
-
-    The quantities of the point are float64; Newton's ratios need only the relative accuracy of the
-    scores' own type.
-    """
-    N, lo, hi, w_lo, w_hi = sums[0], sums[1], sums[2], sums[3], sums[4]
-    seen, below, above, gap = near
-    pivot, b, tau, t, tau_lo, tau_hi, b_lo, b_hi = at
-    passes, polish, polished = tries
-    n, k, target, soft = problem
-    mass_tol, hardness_tol = tolerance
-    noise = 1e-11 if T == tl.float64 else 1e-7
-    blur = 1e-7 if T == tl.float64 else 2e-6
-
-    q_lo, q_hi = 0.5 * lo, 0.5 * hi
-    P, M = q_lo + tl.maximum(N - k, 0.0), q_hi + tl.maximum(k - N, 0.0)
-    excess = P - M
-    e1 = _log_ratio(P, M, excess, T)
-    r_P, r_M = 1.0 / P.to(T), 1.0 / M.to(T)
-    e1_b = -(q_lo.to(T) * r_P + q_hi.to(T) * r_M)
-    e1_t = (0.5 * LN2 * w_lo).to(T) * r_P - (0.5 * LN2 * w_hi).to(T) * r_M
-    if FIXED:
-        e2 = target - tau
-        residual = e2.to(T)
-        slope = tl.zeros_like(residual) - 1.0
-        close = tl.zeros_like(residual)
-    else:
-        e2, residual, slope = _hardness(
-            sums, spread, excess, n, k, target, soft, e1, e1_b, e1_t, T
-        )
-        close = tl.zeros_like(residual) + hardness_tol
-
-    off, miss = tl.abs(excess), tl.abs(e2)
-    converged = (off <= mass_tol * k) & (miss <= close)
-    # Rounding may keep a solved row from the last digit: after some tries, twice the error passes.
-    polished += polish
-    converged = converged | (
-        (polished > 4) & (off <= 2 * mass_tol * k) & (miss <= 2 * close)
-    )
-    pinned = seen & (t < gap / SATURATED) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (N != k)
-    tied = pinned & (off <= mass_tol * k)
-
-    u = -e1 / e1_b
-    size = tl.maximum(tl.abs(e1), tl.abs(residual))
-    polish = (10 * size * size <= mass_tol).to(tl.int32)
-    flat = slope > -0.2
-    solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
-    solved = solved & ((slope <= -0.2) | (tl.abs(u) <= 0.003))
-    newton = tau - (residual / slope).to(tl.float64)
-    promising = (slope <= -0.2) & (newton > tau_lo) & (newton < tau_hi) & (passes < PATIENCE)
-    if FIXED:
-        may_cool = e2 != 0
-    else:
-        may_cool = pinned == 0
-    both = (tl.abs(e1) <= 1.0) & may_cool & (solved | promising)
-
-    fine = tl.abs(residual) <= blur
-    certain = both & solved & (fine == 0)
-    tau_lo = tl.where(certain & (residual > 0), tl.maximum(tau_lo, tau), tau_lo)
-    tau_hi = tl.where(certain & (residual <= 0), tl.minimum(tau_hi, tau), tau_hi)
-    crossed = tau_lo >= tau_hi
-    tau_lo, tau_hi = tl.where(crossed, -INF, tau_lo), tl.where(crossed, INF, tau_hi)
-    if FIXED:
-        d = e2
-    else:
-        jump = tl.where(residual > 0, MAX_STEP, -MAX_STEP)
-        d = tl.where(slope < 0, -residual / slope, jump).to(tl.float64)
-    down = tl.maximum(tl.log(tl.maximum(tl.abs(u), 1e-15) * 0.33333333), -MAX_STEP).to(tl.float64)
-    d = tl.where(pinned, d, tl.minimum(tl.maximum(d, down), MAX_STEP))
-    warmer = tau + d
-    if FIXED:
-        warmer = tl.where(tl.abs(target - warmer) < 1e-9, target, warmer)
-    bracketed = (tau_lo > -INF) & (tau_hi < INF) & (fine == 0)
-    inside = (warmer > tau_lo) & (warmer < tau_hi)
-    warmer = tl.where(bracketed & (inside == 0), 0.5 * (tau_lo + tau_hi), warmer)
-    warmer = tl.where(both, warmer, tau)
-    lead = u - e1_t / e1_b * _expm1((warmer - tau).to(T))
-    b_both = b + t * lead.to(tl.float64)
-
-    b_lo, b_hi = tl.where(excess > 0, b, b_lo), tl.where(excess > 0, b_hi, b)
-    under, over = b - (below - pivot), (above - pivot) - b
-    max_z: tl.constexpr = 700.0 if T == tl.float64 else 80.0
-    blind = seen & (tl.minimum(under, over) > 0.9 * max_z * t)
-    b_only = tl.where(blind, tl.where(excess > 0, b + over, b - under), b + t * u.to(tl.float64))
-    bracketed = (b_lo > -INF) & (b_hi < INF)
-    inside = (b_only > b_lo) & (b_only < b_hi)
-    b_only = tl.where(bracketed & (inside == 0), 0.5 * (b_lo + b_hi), b_only)
-
-    b = tl.where(both, b_both, b_only)
-    b_lo, b_hi = tl.where(both, -INF, b_lo), tl.where(both, INF, b_hi)
-    t = tl.exp(warmer)
-    # Measure from the score nearest to the barrier once b is large beside t.
-    closest = tl.where((above - pivot) - b < b - (below - pivot), above, below)
-    shift = closest - pivot
-    better = seen & (tl.abs(b) > 2 * t) & (tl.abs(b - shift) < 0.5 * tl.abs(b))
-    shift = tl.where(better, shift, 0.0)
-    pivot = tl.where(better, closest, pivot)
-    moved = (pivot, b - shift, warmer, t, tau_lo, tau_hi, b_lo - shift, b_hi - shift)
-    q = (q_lo + q_hi).to(T)
-    mean_z = (0.5 * LN2 * (w_hi - w_lo)).to(T) / q
-    mean_p = (0.25 * sums[5] + q_hi - 0.25 * sums[6]).to(T) / q
-    means = (mean_z.to(tl.float64), mean_p.to(tl.float64))
-    return converged, tied, moved, polish, polished, size, means
-
-
-@triton.jit
-def _start(pivot, b, tau):
-    """A point without brackets."""
-    low, high = tl.zeros_like(tau) - INF, tl.zeros_like(tau) + INF
-    return pivot, b, tau, tl.exp(tau), low, high, low, high
-
-
-@triton.jit
-def _keep(m, new, old):
-    """The new point where m, the old one elsewhere."""
-    return (
-        tl.where(m, new[0], old[0]),
-        tl.where(m, new[1], old[1]),
-        tl.where(m, new[2], old[2]),
-        tl.where(m, new[3], old[3]),
-        tl.where(m, new[4], old[4]),
-        tl.where(m, new[5], old[5]),
-        tl.where(m, new[6], old[6]),
-        tl.where(m, new[7], old[7]),
-    )
-
-
-@triton.jit
-def _across(lanes):
-    """Nine sums per lane to nine per row."""
-    return (
-        tl.sum(lanes[0], 1).to(tl.float64),
-        tl.sum(lanes[1], 1).to(tl.float64),
-        tl.sum(lanes[2], 1).to(tl.float64),
-        tl.sum(lanes[3], 1).to(tl.float64),
-        tl.sum(lanes[4], 1).to(tl.float64),
-        tl.sum(lanes[5], 1).to(tl.float64),
-        tl.sum(lanes[6], 1).to(tl.float64),
-        tl.sum(lanes[7], 1).to(tl.float64),
-        tl.sum(lanes[8], 1).to(tl.float64),
-    )
-
-
-@triton.jit
-def _any(m):
-    return tl.max(m.to(tl.int32), 0) > 0
-
-
-@triton.jit
-def _sparse(sums, n):
-    return tl.minimum(sums[1], sums[2]) < SPARSE * n
-
-
-@triton.jit
-def _tile_near(b_x, line):
-    below, above, gap = _lane_near(b_x, line)
-    below, above, gap = tl.max(below, 1), -tl.max(above, 1), -tl.max(gap, 1)
-    return below.to(tl.float64), above.to(tl.float64), gap.to(tl.float64)
-
-
-@triton.jit
-def _solve_tile(b_x, running, at, problem, tolerance, FIXED: tl.constexpr, T: tl.constexpr):
-    """Iterate all rows of a tile until each is done; finished rows stay where they are."""
-    n, k, target, soft = problem
-    a = k / n
-    zero = tl.zeros_like(n)
-    status = tl.zeros_like(running) + STALLED
-    passes, polish, polished = tl.zeros_like(running), tl.zeros_like(running), tl.zeros_like(running)
-    mean_z, mean_p = zero, zero
-    while tl.max(running, 0) > 0:
-        line = _affine(at[0], at[1], at[3], T)
-        sums = _across(_lane_sums(b_x, line, T))
-        live = running > 0
-        seen = live & (_sparse(sums, n) | (tl.abs(at[1]) > 2 * at[3]))
-        below, above, gap, spread = zero, zero, zero, zero
-        # Few rows need these; most passes skip them.
-        if _any(seen):
-            below, above, gap = _tile_near(b_x, line)
-        if FIXED == 0:
-            if _any(live & soft):
-                spread = tl.sum(_lane_spread(b_x, line, a, T), 1).to(tl.float64)
-        passes += running
-        converged, tied, moved, polish, polished, _, means = _step(
-            sums,
-            spread,
-            (seen, below, above, gap),
-            at,
-            (passes, polish, polished),
-            problem,
-            tolerance,
-            FIXED,
-            T,
-        )
-        mean_z, mean_p = tl.where(live, means[0], mean_z), tl.where(live, means[1], mean_p)
-        status = tl.where(live & tied, TIED, status)
-        status = tl.where(live & converged, CONVERGED, status)
-        running = (live & (status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
-        at = _keep(running > 0, moved, at)
-    return at, status, passes, mean_z, mean_p
-
-
-@triton.jit
-def _target(hardness, FIXED: tl.constexpr):
-    if FIXED:
-        return tl.log(hardness)
-    else:
-        return tl.log(hardness) - tl.log(1.0 - hardness)
-
-
-@triton.jit
-def _diffuse_start(n, k, target, mean, width, low, high, FIXED: tl.constexpr):
-    """A temperature of the size of the spread, from where the way down is smooth."""
-    tau = tl.log(width)
-    if FIXED:
-        tau = tl.maximum(tau, target)
-    else:
-        tau = tau - 0.25 * tl.minimum(target, 0.0)
-    a, rest, t = k / n, (n - k) / n, tl.exp(tau)
-    b = tl.where(a < 0.5, -t * tl.log(2 * a), t * tl.log(2 * rest))
-    return mean, tl.minimum(tl.maximum(b, low - mean), high - mean), tau
-
-
-@triton.jit
-def _tile_stats(b_x, T: tl.constexpr):
-    """Eligible count, whether the row is broken, extremes, mean and mean deviation."""
-    m_ok = b_x > -INF
-    count = tl.sum(tl.sum(m_ok.to(tl.int32), 0), 1)
-    bad = tl.max(tl.max((b_x < INF).to(tl.int32) ^ 1, 0), 1) > 0
-    low = -tl.max(tl.max(tl.where(m_ok, -b_x, -INF), 0), 1)
-    high = tl.max(tl.max(tl.where(m_ok, b_x, -INF), 0), 1)
-    share = 1.0 / tl.maximum(count, 1).to(T)
-    mean = tl.sum(tl.sum(tl.where(m_ok, b_x * share[None, :, None], 0.0), 0), 1)
-    mean = tl.minimum(tl.maximum(mean, low), high)
-    away = tl.abs(b_x - mean[None, :, None]) * share[None, :, None]
-    width = tl.sum(tl.sum(tl.where(m_ok, away, 0.0), 0), 1)
-    f64: tl.constexpr = tl.float64
-    return count.to(f64), bad, low.to(f64), high.to(f64), mean.to(f64), width.to(f64)
-
-
-@triton.jit
-def _classify(n, bad, constant, k, hardness, FIXED: tl.constexpr):
-    """The status of rows that need no iteration; STALLED for the others."""
-    if FIXED:
-        uniform, binary, valid = hardness == INF, hardness == 0, hardness >= 0
-    else:
-        uniform, binary = hardness == 0, hardness == 1
-        valid = (hardness >= 0) & (hardness <= 1)
-    status = tl.where(constant, CONSTANT, STALLED)
-    status = tl.where(uniform, UNIFORM, status)
-    status = tl.where(binary | (k == 0) | (k == n), HARD, status)
-    status = tl.where(k > n, INFEASIBLE, status)
-    return tl.where(valid & (k >= 0) & (bad == 0), status, NONFINITE)
-
-
-@triton.jit
-def _level(status, n, k):
-    """What every eligible entry of a row without a barrier gets."""
-    level = tl.where(status == INFEASIBLE, 1.0, k / n)
-    return tl.where(status == NONFINITE, NAN, level)
-
-
-@triton.jit
-def _is_soft(status):
-    return (status == CONVERGED) | (status == TIED) | (status == STALLED)
-
-
-@triton.jit
-def _store_row(p_state, p_info, o_rows, m, status, passes, at, mean_z, mean_p, level, cut, share):
-    """State and info of rows, whatever their status."""
-    soft, hard, broken = _is_soft(status), status == HARD, status == NONFINITE
-    zero = tl.where(broken, NAN, tl.zeros_like(level))
-    p_row = p_state + o_rows * 5
-    tl.store(p_row, tl.where(soft, at[0], tl.where(hard, cut, zero)), mask=m)
-    tl.store(p_row + 1, tl.where(soft, at[1], tl.where(hard, share, zero)), mask=m)
-    rest = tl.where(hard, 0.0, tl.where(broken, NAN, zero + INF))
-    tl.store(p_row + 2, tl.where(soft, at[3], rest), mask=m)
-    tl.store(p_row + 3, tl.where(soft, mean_z, zero), mask=m)
-    tl.store(p_row + 4, tl.where(soft, mean_p, tl.where(hard, 0.0, level)), mask=m)
-    tl.store(p_info + o_rows * 2, status, mask=m)
-    tl.store(p_info + o_rows * 2 + 1, tl.where(soft, passes, 1), mask=m)
-
-
-@triton.jit
-def _key(b_x, T: tl.constexpr):
-    """Unsigned integers in the order of the scores; -0 counts as 0."""
-    b_x = b_x + 0.0
-    if T == tl.float64:
-        bits = b_x.to(tl.int64, bitcast=True)
-        bits = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-        return bits.to(tl.uint64, bitcast=True) ^ (1 << 63)
-    else:
-        bits = b_x.to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        return bits.to(tl.uint32, bitcast=True) ^ (1 << 31)
-
-
-@triton.jit
-def _unkey(key, T: tl.constexpr):
-    if T == tl.float64:
-        bits = (key ^ (1 << 63)).to(tl.int64, bitcast=True)
-        return (bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-    else:
-        bits = (key ^ (1 << 31)).to(tl.int32, bitcast=True)
-        return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _top_bit(ROWS: tl.constexpr, T: tl.constexpr):
-    if T == tl.float64:
-        return tl.full([ROWS], 1 << 63, tl.uint64)
-    else:
-        return tl.full([ROWS], 1 << 31, tl.uint32)
-
-
-@triton.jit
-def _count(m):
-    """How many in each row of a tile."""
-    return tl.sum(tl.sum(m.to(tl.int32), 0), 1)
-
-
-@triton.jit
-def _select_tile(b_x, k, ROWS: tl.constexpr, T: tl.constexpr):
-    """The ceil(k)-th largest score and what is left for scores equal to it, bit by bit."""
-    key = _key(b_x, T)
-    rank = tl.ceil(k)
-    bit = _top_bit(ROWS, T)
-    cut = bit ^ bit
-    while tl.max(bit.to(tl.float32), 0) > 0:
-        trial = cut | bit
-        enough = _count(key >= trial[None, :, None]).to(tl.float64) >= rank
-        cut = tl.where(enough, trial, cut)
-        bit = bit >> 1
-    larger = _count(key > cut[None, :, None]).to(tl.float64)
-    empty = k <= 0
-    threshold = tl.where(empty, INF, _unkey(cut, T))
-    return threshold.to(tl.float64), tl.where(empty, 0.0, k - larger)
-
-
-@triton.jit
-def _hard_mask(b_x, threshold, share, T: tl.constexpr):
-    """Zeros and ones; scores equal to the threshold are served in the order of their index."""
-    cut = threshold.to(T)[None, :, None]
-    m_tied = b_x == cut
-    tied = m_tied.to(tl.int32)
-    row_ties = tl.sum(tied, 2)
-    earlier = tl.cumsum(row_ties, 0) - row_ties
-    turn = (tl.cumsum(tied, 2) - tied) + earlier[:, :, None]
-    left = share[None, :, None] - turn.to(tl.float64)
-    served = tl.minimum(tl.maximum(left, 0.0), 1.0).to(T)
-    return tl.where(m_tied, served, tl.where(b_x > cut, 1.0, 0.0).to(T))
-
-
-@triton.jit
-def _gate(b_p, b_v, GATE: tl.constexpr):
-    return tl.where(b_p == 0, 0.0, b_p * b_v) if GATE else b_p
-
-
-@triton.jit
-def _tile_offsets(U: tl.constexpr, C: tl.constexpr):
-    return (tl.arange(0, U) * C)[:, None, None] + tl.arange(0, C)[None, None, :]
+def _gated(b_p, b_v):
+    return tl.where(b_p == 0, 0.0, b_p * b_v)
 
 
 @triton.jit
@@ -521,47 +105,53 @@ def rows_solve(
     p_r, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness,
     mass_tol, hardness_tol,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr,
-    U: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Rows on chip. GATE: 0 writes the mask, 1 times the values, 2 times the scores."""
+    """Solve rows on chip."""
     o_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    o_cols = _tile_offsets(U, C)
     m_rows = o_rows < rows
-    m = m_rows[None, :, None] & (o_cols < n_cols)
-    o = o_rows[None, :, None] * n_cols + o_cols
-    b_x = tl.load(p_r + o, mask=m, other=-INF).to(T)
+    b_xs = _load_tiles(p_r, o_rows, m_rows, n_cols, T, -INF, U, C, TILES)
     k = tl.load(p_k + o_rows * s_k, mask=m_rows, other=0.0)
     hardness = tl.load(p_hardness + o_rows * s_hardness, mask=m_rows, other=0.0)
 
-    n, bad, low, high, mean, width = _tile_stats(b_x, T)
-    status = _classify(n, bad, low >= high, k, hardness, FIXED)
+    n, bad, low, high, mean, width = tiles_stats(b_xs, T)
+    status = classify(n, bad, low >= high, k, hardness, FIXED)
     running = (m_rows & (status == STALLED)).to(tl.int32)
-    target = _target(hardness, FIXED)
-    pivot, b, tau = _diffuse_start(n, k, target, mean, width, low, high, FIXED)
-    problem = (n, k, target, hardness < SOFT)
-    at, found, passes, mean_z, mean_p = _solve_tile(
-        b_x, running, _start(pivot, b, tau), problem, (mass_tol, hardness_tol), FIXED, T
+    target = aim(hardness, FIXED)
+    at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
+    at, found, passes, mean_z, mean_p = solve_tiles(
+        b_xs, running, at, pose(n, k, target, hardness), (mass_tol, hardness_tol), FIXED, T
     )
     status = tl.where(running > 0, found, status)
-    level = _level(status, n, k)
-
-    soft = _is_soft(status)[None, :, None]
-    b_p = tl.where(b_x > -INF, level.to(T)[None, :, None], 0.0)
-    b_p = tl.where((status == NONFINITE)[None, :, None], NAN, b_p)
-    b_p = tl.where(soft, _soft_mask(b_x, _affine(at[0], at[1], at[3], T), T), b_p)
+    level = level_of(status, n, k)
     hard = m_rows & (status == HARD)
     threshold, share = tl.zeros_like(k), tl.zeros_like(k)
-    if _any(hard):
-        threshold, share = _select_tile(b_x, k, ROWS, T)
-        b_p = tl.where(hard[None, :, None], _hard_mask(b_x, threshold, share, T), b_p)
-    if GATE == 1:
-        b_p = _gate(b_p, tl.load(p_v + o, mask=m, other=0.0).to(T), True)
-    if GATE == 2:
-        b_p = _gate(b_p, b_x, True)
-    tl.store(p_out + o, b_p, mask=m)
-    _store_row(
-        p_state, p_info, o_rows, m_rows, status, passes, at, mean_z, mean_p, level, threshold, share
-    )
+    if any_of(hard):
+        threshold, share = select_tiles(b_xs, k, ROWS, T)
+
+    line, left = affine(at[0], at[1], at[3], T), share
+    soft = is_soft(status)[:, None, None]
+    for j in tl.static_range(TILES):
+        b_x = b_xs[j]
+        b_p = tl.where(soft, soft_mask(b_x, line, T), flat_mask(b_x, level, status, T))
+        if any_of(hard):
+            b_hard, left = hard_mask(b_x, threshold, left, T)
+            b_p = tl.where(hard[:, None, None], b_hard, b_p)
+        if GATE == 1:
+            o = _offsets(U, C) + j * U * C
+            m = m_rows[:, None, None] & (o < n_cols)
+            p_here = p_v + (o_rows * n_cols)[:, None, None] + o
+            b_p = _gated(b_p, tl.load(p_here, mask=m, other=0.0).to(T))
+        if GATE == 2:
+            b_p = _gated(b_p, b_x)
+        _store_tile(p_out, o_rows, m_rows, n_cols, b_p, j, U, C)
+    point = settle(at, T)
+    if FIXED:
+        point = (point[0], point[1], tl.where(at[2] == target, hardness, point[2]))
+    store_row(
+        p_state, p_info, o_rows, m_rows, status, passes, point, (mean_z, mean_p), level,
+        (threshold, share),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -575,26 +165,25 @@ def _barrier(p_count, goal):
 
 
 @triton.jit
-def _line(values):
-    """Up to 15 numbers, each [1], as one line [COLUMNS]."""
+def _pick(line, j: tl.constexpr):
+    """Column j of a line, as [1]."""
     o = tl.arange(0, COLUMNS)
-    line = tl.zeros([COLUMNS], tl.float64)
-    for j in tl.static_range(len(values)):
-        line = tl.where(o == j, values[j].to(tl.float64), line)
-    return line
+    return tl.sum(tl.where(o == j, line, 0.0)[None, :], 1)
 
 
 @triton.jit
 def _meet(values, team, TEAM: tl.constexpr, LANES: tl.constexpr):
-    """The values of all programs together: sums first, then maxima from column SUMS on.
+    """The 15 values of all programs of a row together: 12 sums, then 3 maxima.
 
     team is (lines, counter, size, own index, meetings so far). Lines alternate between two buffers,
     so that one barrier per meeting is enough.
     """
-    line = _line(values)
     if TEAM:
         p_lines, p_count, size, me, meetings = team
         o = tl.arange(0, COLUMNS)
+        line = tl.zeros([COLUMNS], tl.float64)
+        for j in tl.static_range(15):
+            line = tl.where(o == j, values[j], line)
         p_here = p_lines + (meetings % 2) * size * COLUMNS
         tl.store(p_here + me * COLUMNS + o, line)
         _barrier(p_count, (meetings + 1) * size)
@@ -605,30 +194,46 @@ def _meet(values, team, TEAM: tl.constexpr, LANES: tl.constexpr):
         # A maximum must not see the zeros of empty lanes; an infinite one must not enter a sum.
         most = tl.max(tl.where(m, lines, -INF), 0)
         line = tl.where(o < SUMS, tl.sum(tl.where((o < SUMS)[None, :], lines, 0.0), 0), most)
-    return line
-
-
-@triton.jit
-def _pick(line, j: tl.constexpr):
-    """Column j of a line, as [1]."""
-    o = tl.arange(0, COLUMNS)
-    return tl.sum(tl.where(o == j, line, 0.0)[None, :], 1)
+        return (
+            _pick(line, 0), _pick(line, 1), _pick(line, 2), _pick(line, 3), _pick(line, 4),
+            _pick(line, 5), _pick(line, 6), _pick(line, 7), _pick(line, 8), _pick(line, 9),
+            _pick(line, 10), _pick(line, 11), _pick(line, 12), _pick(line, 13), _pick(line, 14),
+        )  # fmt: skip
+    else:
+        return values
 
 
 @triton.jit
 def _fold(lanes, C: tl.constexpr):
     """Sums of neighbouring lanes that live in one thread."""
-    return tl.sum(tl.reshape(lanes, [1, C // 4, 4]), 2).to(tl.float64)
+    return tl.sum(tl.reshape(lanes, [1, C // 4, 4]), 2)
+
+
+@triton.jit
+def _fold8(lanes, C: tl.constexpr):
+    return (
+        _fold(lanes[0], C), _fold(lanes[1], C), _fold(lanes[2], C), _fold(lanes[3], C),
+        _fold(lanes[4], C), _fold(lanes[5], C), _fold(lanes[6], C), _fold(lanes[7], C),
+    )  # fmt: skip
+
+
+@triton.jit
+def _wide8(a):
+    return (
+        a[0].to(tl.float64), a[1].to(tl.float64), a[2].to(tl.float64), a[3].to(tl.float64),
+        a[4].to(tl.float64), a[5].to(tl.float64), a[6].to(tl.float64), a[7].to(tl.float64),
+    )  # fmt: skip
+
+
+@triton.jit
+def _zero8(C: tl.constexpr, T: tl.constexpr):
+    zero = tl.zeros([1, C // 4], T)
+    return zero, zero, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
 def _crest(lanes, C: tl.constexpr):
     return tl.max(tl.reshape(lanes, [1, C // 4, 4]), 2)
-
-
-@triton.jit
-def _chunk_start(i, chunks, reverse, CHUNK: tl.constexpr):
-    return tl.where(reverse, chunks - 1 - i, i).to(tl.int64) * CHUNK
 
 
 @triton.jit
@@ -641,3 +246,562 @@ def _load_chunk(p, start, n_cols, o, T: tl.constexpr, fill: tl.constexpr):
 def _store_chunk(p, start, n_cols, o, value):
     m = o < tl.minimum(n_cols - start, 1 << 30).to(tl.int32)
     tl.store(p + start + o, value, mask=m)
+
+
+@triton.jit
+def _write_chunk(b_p, b_x, p_v, p_out, start, n_cols, o, GATE: tl.constexpr, T: tl.constexpr):
+    if GATE == 1:
+        b_p = _gated(b_p, _load_chunk(p_v, start, n_cols, o, T, 0.0))
+    if GATE == 2:
+        b_p = _gated(b_p, b_x)
+    _store_chunk(p_out, start, n_cols, o, b_p)
+
+
+@triton.jit
+def _row_pass(p_x, p_v, p_out, n_cols, line, a, flags, order,
+              GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """One program's part of a pass over a long row; writes the mask on the way if asked to.
+
+    flags are (write, near, counting, soft); order is (first chunk, chunks, step, one chunk in so
+    many, from the end).
+    """
+    write, near, counting, soft = flags
+    first, chunks, stride, skip, reverse = order
+    o = _offsets(U, C)
+    sums, part = _zero8(C, tl.float64), _zero8(C, T)
+    zero = tl.zeros([1, C // 4], tl.float64)
+    spread, eligible, bad = zero, zero, zero
+    below = tl.full([1, C // 4], -INF, T)
+    above, gap = below, below
+    held = 0
+    for i in range(first, chunks, stride):
+        start = (tl.where(reverse, chunks - 1 - i, i) * skip + skip // 2).to(tl.int64) * (U * C)
+        b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
+        part = plus(part, _fold8(lane_sums(b_x, line, T), C))
+        held += 1
+        if held == FLUSH:
+            sums = plus(sums, _wide8(part))
+            part = _zero8(C, T)
+            held = 0
+        if near:
+            close = lane_near(b_x, line)
+            below = tl.maximum(below, _crest(close[0], C))
+            above = tl.maximum(above, _crest(close[1], C))
+            gap = tl.maximum(gap, _crest(close[2], C))
+        if soft:
+            spread += _fold(lane_spread(b_x, line, a, T), C).to(tl.float64)
+        if counting:
+            eligible += _fold(tl.sum((b_x > -INF).to(tl.float32), 1), C).to(tl.float64)
+            bad += _fold(tl.sum(((b_x < INF) == 0).to(tl.float32), 1), C).to(tl.float64)
+        if write:
+            _write_chunk(soft_mask(b_x, line, T), b_x, p_v, p_out, start, n_cols, o, GATE, T)
+    sums = tl.reduce(plus(sums, _wide8(part)), 1, add8)
+    rest = tl.zeros([1], tl.float64)
+    low, high, hole = rest, rest, rest
+    if near:
+        low, high, hole = across_max((below, above, gap))
+    return (
+        sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7],
+        tl.sum(spread, 1), tl.sum(eligible, 1), tl.sum(bad, 1), rest, low, -high, -hole,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_stats(p_x, n_cols, mean, first, chunks, stride,
+               T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """One program's count, broken scores, sums of x and |x - mean| over n, and extremes."""
+    o = _offsets(U, C)
+    zero = tl.zeros([1, C // 4], tl.float64)
+    eligible, bad, total, away = zero, zero, zero, zero
+    low = tl.full([1, C // 4], -INF, T)
+    high = low
+    share = (1.0 / n_cols).to(T)
+    for i in range(first, chunks, stride):
+        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
+        m_ok = b_x > -INF
+        far = tl.abs(b_x - mean.to(T)[:, None, None])
+        eligible += _fold(tl.sum(m_ok.to(tl.float32), 1), C).to(tl.float64)
+        bad += _fold(tl.sum(((b_x < INF) == 0).to(tl.float32), 1), C).to(tl.float64)
+        total += _fold(tl.sum(tl.where(m_ok, b_x * share, 0.0), 1), C).to(tl.float64)
+        away += _fold(tl.sum(tl.where(m_ok, far * share, 0.0), 1), C).to(tl.float64)
+        low = tl.maximum(low, _crest(tl.max(tl.where(m_ok, -b_x, -INF), 1), C))
+        high = tl.maximum(high, _crest(tl.max(tl.where(m_ok, b_x, -INF), 1), C))
+    none = tl.zeros([1], tl.float64)
+    return (
+        tl.sum(eligible, 1), tl.sum(bad, 1), tl.sum(total, 1), tl.sum(away, 1),
+        none, none, none, none, none, none, none, none,
+        tl.max(low, 1).to(tl.float64), tl.max(high, 1).to(tl.float64), none,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):
+    """Short runs of scores, evenly over the row."""
+    o = _offsets(U, C).to(tl.int64)
+    stride = tl.maximum(n_cols // (U * C // RUN), RUN)
+    o = o // RUN * stride + o % RUN
+    return tl.load(p_x + o, mask=o < n_cols, other=-INF).to(T)
+
+
+@triton.jit
+def _from_sample(b_s, stats, k, hardness, live, FIXED: tl.constexpr, T: tl.constexpr):
+    """Solve a sample, roughly: its answer starts the whole row."""
+    n, low, high, mean, width = stats
+    target = part_aim(hardness, k, n, FIXED)
+    at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
+    at, _, _, _, _ = solve_tiles(
+        (b_s,), live, at, pose(n, k, target, hardness), (ROUGH, ROUGH), FIXED, T
+    )
+    below, above, _ = tiles_near((b_s,), affine(at[0], at[1], at[3], T))
+    spacing = tl.log(above - below)
+    tau = tl.where((spacing > -INF) & (spacing < INF), tl.maximum(at[2], spacing), at[2])
+    return begin(at[0], at[1], tau)
+
+
+@triton.jit
+def _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order,
+              GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Write one program's part of a row that is not hard."""
+    first, chunks, stride, reverse = order
+    o = _offsets(U, C)
+    soft = is_soft(status)[:, None, None]
+    for i in range(first, chunks, stride):
+        start = tl.where(reverse, chunks - 1 - i, i).to(tl.int64) * (U * C)
+        b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
+        b_p = tl.where(soft, soft_mask(b_x, line, T), flat_mask(b_x, level, status, T))
+        _write_chunk(b_p, b_x, p_v, p_out, start, n_cols, o, GATE, T)
+
+
+@triton.jit
+def _count_above(p_x, n_cols, scores, first, last,
+                 T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """How many of one program's scores reach each of three, and how many equal the first."""
+    o = _offsets(U, C)
+    none = tl.zeros([1], tl.float64)
+    c0, c1, c2, same = none, none, none, none
+    for i in range(first, last):
+        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
+        c0 += count(b_x >= scores[0][:, None, None])
+        c1 += count(b_x >= scores[1][:, None, None])
+        c2 += count(b_x >= scores[2][:, None, None])
+        same += count(b_x == scores[0][:, None, None])
+    return c0, c1, c2, same, none, none, none, none, none, none, none, none, none, none, none
+
+
+@triton.jit
+def _ties_before(team, column: tl.constexpr, LANES: tl.constexpr):
+    """The ties of the programs before this one, from the lines of the last meeting."""
+    p_lines, _, size, me, meetings = team
+    o = tl.arange(0, LANES)
+    p_here = p_lines + ((meetings - 1) % 2) * size * COLUMNS + column
+    ties = tl.load(p_here + o * COLUMNS, mask=o < me, other=0.0, cache_modifier=".cg")
+    return tl.sum(ties[None, :], 1)
+
+
+@triton.jit
+def _hard_row(p_x, p_v, p_out, n_cols, k, team, GATE: tl.constexpr, T: tl.constexpr,
+              U: tl.constexpr, C: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """Select by the bits of the order, two per pass, and write the row."""
+    p_lines, p_count, size, me, meetings = team
+    # Contiguous parts, so that ties are counted in the order of their index.
+    chunks = tl.cdiv(n_cols, U * C)
+    part = tl.cdiv(chunks, size)
+    first, last = me * part, tl.minimum(chunks, me * part + part)
+    rank = tl.ceil(k)
+    bit = top_bit(1, T)
+    cut = bit ^ bit
+    while tl.max(bit.to(tl.float32), 0) > 0:
+        half = bit >> 1
+        trials = (cut | half, cut | bit, cut | bit | half)
+        scores = (score_at(trials[0], T), score_at(trials[1], T), score_at(trials[2], T))
+        counts = _count_above(p_x, n_cols, scores, first, last, T, U, C)
+        total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        meetings += 1
+        cut = tl.where(total[0] >= rank, trials[0], cut)
+        cut = tl.where(total[1] >= rank, trials[1], cut)
+        cut = tl.where(total[2] >= rank, trials[2], cut)
+        bit = bit >> 2
+    threshold = tl.where(k > 0, score_at(cut, T), INF)
+    counts = _count_above(p_x, n_cols, (threshold, threshold, threshold), first, last, T, U, C)
+    total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+    meetings += 1
+    threshold = threshold.to(tl.float64)
+    share = tl.where(k > 0, k - (total[0] - total[3]), 0.0)
+    left = share
+    if TEAM:
+        left = share - _ties_before((p_lines, p_count, size, me, meetings), 3, LANES)
+    o = _offsets(U, C)
+    for i in range(first, last):
+        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
+        b_p, left = hard_mask(b_x, threshold, left, T)
+        _write_chunk(b_p, b_x, p_v, p_out, i * (U * C), n_cols, o, GATE, T)
+    return threshold, share
+
+
+@triton.jit
+def long_solve(
+    p_r, p_v, p_out, p_k, p_hardness, p_state, p_info, p_lines, p_count, n_cols, size, s_k,
+    s_hardness, mass_tol, hardness_tol,
+    GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr,
+    SAMPLE: tl.constexpr, COARSE: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Solve long rows, each by `size` programs. The way to an answer: a sample in registers, one
+    chunk in COARSE where that is worth a pass, then the whole row; the pass that should be the last
+    writes."""
+    pid = tl.program_id(0).to(tl.int64)
+    row, me = pid // size, pid % size
+    p_x, p_out = p_r + row * n_cols, p_out + row * n_cols
+    if GATE == 1:
+        p_v = p_v + row * n_cols
+    if TEAM:
+        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row
+    o_row = row + tl.arange(0, 1)
+    k = tl.load(p_k + o_row * s_k)
+    hardness = tl.load(p_hardness + o_row * s_hardness)
+    target = aim(hardness, FIXED)
+    n_all = tl.zeros([1], tl.float64) + n_cols
+    chunks = tl.cdiv(n_cols, U * C).to(tl.int64)
+    few = ((n_cols // (U * C)) // COARSE).to(tl.int64)
+    meetings, counted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    one = tl.full([], 1, tl.int64)
+
+    b_s = _load_sample(p_x, n_cols, T, SAMPLE, C)
+    n_s, bad_s, low, high, mean, width = tiles_stats((b_s,), T)
+    # A handful on each side of the barrier: fewer say nothing about the temperature.
+    k_s = k * tl.minimum(1.0 * (SAMPLE * C) / n_all, 1.0)
+    k_s = tl.minimum(tl.maximum(k_s, FEW), n_s - FEW)
+    quick = (classify(n_all, bad_s, low >= high, k, hardness, FIXED) == STALLED) & (k_s > 0)
+    status = tl.full([1], STALLED, tl.int32)
+    n, skip = n_all, one
+    if any_of(quick):
+        at = _from_sample(
+            b_s, (n_s, low, high, mean, width), k_s, hardness, quick.to(tl.int32), FIXED, T
+        )
+        share = tl.max(tl.minimum(k, n_all - k) / n_all, 0) * (few * (U * C))
+        skip = tl.where(share > 16 * FEW, one * COARSE, one)
+    else:
+        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, U, C)
+        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        n, low, high = total[0], -total[12], total[13]
+        status = classify(n, total[1] > 0, low >= high, k, hardness, FIXED)
+        mean = tl.minimum(tl.maximum(total[2] * (n_all / n), low), high)
+        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, U, C)
+        total = _meet(total, (p_lines, p_count, size, me, meetings + 1), TEAM, LANES)
+        width = total[3] * (n_all / n)
+        at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
+        meetings += 2
+        counted += 1
+
+    running = (status == STALLED).to(tl.int32)
+    none = tl.zeros([1], tl.int32)
+    passes, polish, polished = none, none, none
+    mean_z, mean_p = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
+    near, write, written = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    while tl.max(running, 0) > 0:
+        whole = skip == 1
+        counting = (counted == 0) | (skip > 1)
+        k_pass = tl.where(whole, k, k * ((few * (U * C)).to(tl.float64) / n_all))
+        goal = tl.where(whole, target, part_aim(hardness, k_pass, n_all, FIXED))
+        flags = (write > 0, near > 0, counting, any_of(hardness < SOFT) & (FIXED == 0))
+        order = (me, tl.where(whole, chunks, few), size, skip, (meetings & 1) > 0)
+        line = affine(at[0], at[1], at[3], T)
+        total = _row_pass(p_x, p_v, p_out, n_cols, line, k / n, flags, order, GATE, T, U, C)
+        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        meetings += 1
+        sums = (
+            total[0], total[1], total[2], total[3], total[4], total[5], total[6], total[7],
+        )  # fmt: skip
+        n_pass = tl.where(counting, total[9], n)
+        close = ((near > 0) & (running > 0), total[12], -total[13], -total[14])
+        # Without the neighbours a step would be blind: read the row once more with them.
+        blind = (near == 0) & any_of(is_sparse(sums, n_pass))
+        passes += 1
+        problem = pose(n_pass, k_pass, goal, hardness)
+        converged, tied, moved, again, tried, size_e, means = step(
+            sums, total[8], close, at, (passes, polish, polished), problem,
+            (mass_tol, hardness_tol), FIXED, T,
+        )  # fmt: skip
+        if whole:
+            bad = counting & (total[10] > 0)
+            verdict = classify(n_pass, bad, none > 0, k, hardness, FIXED)
+            status = tl.where(verdict == STALLED, status, verdict)
+            live = (status == STALLED) & (blind == 0)
+            status = tl.where(live & tied, TIED, status)
+            status = tl.where(live & converged, CONVERGED, status)
+            mean_z, mean_p = means
+            running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
+            written = write
+            polish, polished = tl.where(blind, polish, again), tl.where(blind, polished, tried)
+            forth = (running > 0) | ((again > 0) & (written == 0) & (status == CONVERGED))
+            at = keep(forth & (blind == 0), moved, at)
+            write = tl.max(running * polish, 0)
+            n = n_pass
+            counted += 1
+        else:
+            sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (k_pass < 0.999 * n_pass)
+            at = keep(sane & (blind == 0), moved, at)
+            enough = (size_e < 0.05) | (sane == 0) | (passes >= 6)
+            if any_of(enough) & (blind == 0):
+                skip = one
+                passes = none
+                at = begin(at[0], at[1], at[2])
+        near = tl.maximum(near, blind.to(tl.int32))
+
+    threshold, share = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
+    level = level_of(status, n, k)
+    if any_of(status == HARD):
+        threshold, share = _hard_row(
+            p_x, p_v, p_out, n_cols, k, (p_lines, p_count, size, me, meetings),
+            GATE, T, U, C, TEAM, LANES,
+        )  # fmt: skip
+    else:
+        if (written == 0) | (any_of(is_soft(status)) == 0):
+            order = (me, chunks, size, (meetings & 1) > 0)
+            line = affine(at[0], at[1], at[3], T)
+            _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order, GATE, T, U, C)
+    point = settle(at, T)
+    if FIXED:
+        point = (point[0], point[1], tl.where(at[2] == target, hardness, point[2]))
+    m_first = o_row - row + me == 0
+    store_row(
+        p_state, p_info, o_row, m_first, status, passes, point, (mean_z, mean_p), level,
+        (threshold, share),
+    )  # fmt: skip
+
+
+@triton.jit
+def _grad_lanes(b_x, b_e, line, means, T: tl.constexpr):
+    """What the gradient needs, per lane, centred on the means; b_e is the gradient of p."""
+    b_y = scaled(b_x, line)
+    m_ok = b_x > -INF
+    q = tl.where(m_ok, 0.5 * tl.exp2(-tl.minimum(tl.abs(b_y), _max_y(T))), 0.0)
+    v = tl.where(b_y > 0, 1.0 - q, q) - means[1].to(T)[:, None, None]
+    qz = q * (tl.where(m_ok, b_y, 0.0) * LN2 - means[0].to(T)[:, None, None])
+    return (
+        tl.sum(m_ok.to(T), 1),
+        tl.sum(q, 1),
+        tl.sum(qz, 1),
+        tl.sum(q * v, 1),
+        tl.sum(qz * v, 1),
+        tl.sum(q * b_e, 1),
+        tl.sum(qz * b_e, 1),
+        tl.sum(b_e, 1),
+    )
+
+
+@triton.jit
+def _load_state(p_state, p_info, p_gstate, o_rows, m, HAS_STATE: tl.constexpr):
+    """Status, point, means, the state's own gradient, and (threshold, share, level); rows that are
+    not soft get a harmless point."""
+    status = tl.load(p_info + o_rows * 2, mask=m, other=1)
+    soft = is_soft(status)
+    p_row = p_state + o_rows * 5
+    pivot, b = tl.load(p_row, mask=m, other=0.0), tl.load(p_row + 1, mask=m, other=0.0)
+    t = tl.load(p_row + 2, mask=m, other=1.0)
+    mean_z, mean_p = tl.load(p_row + 3, mask=m, other=0.0), tl.load(p_row + 4, mask=m, other=0.0)
+    gb, gt = tl.zeros_like(t), tl.zeros_like(t)
+    if HAS_STATE:
+        gb = tl.load(p_gstate + o_rows * 5 + 1, mask=m, other=0.0)
+        gt = tl.load(p_gstate + o_rows * 5 + 2, mask=m, other=0.0)
+    point = (tl.where(soft, pivot, 0.0), tl.where(soft, b, 0.0), tl.where(soft, t, 1.0))
+    means = (tl.where(soft, mean_z, 0.0), tl.where(soft, mean_p, 0.0))
+    return status, point, means, (gb, gt), (pivot, b, mean_p)
+
+
+@triton.jit
+def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr):
+    """c0 and c1 of dr = q/t (e - c0 - c1 p), and the gradients of k and the hardness."""
+    n, s0, s1, u0, cov, g0, g1, total = sums
+    mean_z, mean_p = means
+    gb, gt = pull
+    regular, tied = is_regular(status), status == TIED
+    s0 = tl.where(s0 > 0, s0, 1.0)
+    z_bar, p_bar = mean_z + s1 / s0, mean_p + u0 / s0
+    cov = cov - s1 * u0 / s0
+    c1 = tl.zeros_like(t)
+    if FIXED == 0:
+        lever = g1 - s1 / s0 * g0 - t * gt + z_bar * t * gb
+        two = regular & (cov > 0)
+        c1 = tl.where(two, lever / tl.where(two, cov, 1.0), 0.0)
+    c0 = (g0 - t * gb) / s0 - c1 * p_bar
+    level = (status == UNIFORM) | (status == CONSTANT)
+    dk = tl.where(regular | tied, c0, tl.where(level, total / n, 0.0))
+    if FIXED:
+        dh = tl.where(regular, (c0 * s1 - g1) / t - mean_z * gb + gt, 0.0)
+    else:
+        a = k / n
+        dk = tl.where(regular, dk + 0.5 * c1 * (2 * a + (1 - 2 * a) * hardness), dk)
+        dh = tl.where(regular, 0.5 * c1 * k * (1 - a), 0.0)
+    broken = status == NONFINITE
+    return c0, c1, tl.where(broken, float("nan"), dk), tl.where(broken, float("nan"), dh)
+
+
+@triton.jit
+def _grad_tile(b_x, b_g, b_e, b_hard, line, t, c, status, level,
+               GATE: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The gradient of the scores through p, and g p where the row is gated."""
+    b_y = scaled(b_x, line)
+    m_ok = b_x > -INF
+    q = 0.5 * tl.exp2(-tl.minimum(tl.abs(b_y), _max_y(T)))
+    b_p = tl.where(b_y > 0, 1.0 - q, q)
+    slack = (b_e - c[0].to(T)[:, None, None]) - c[1].to(T)[:, None, None] * b_p
+    d = q * (1.0 / t).to(T)[:, None, None] * slack
+    broken = (status == NONFINITE)[:, None, None]
+    d = tl.where(broken, float("nan"), tl.where(is_regular(status)[:, None, None] & m_ok, d, 0.0))
+    direct = d
+    if GATE:
+        b_p = tl.where(is_soft(status)[:, None, None] & m_ok, b_p, flat_mask(b_x, level, status, T))
+        direct = b_g * tl.where((status == HARD)[:, None, None], b_hard, b_p)
+        if GATE == 2:
+            d += direct
+    return d, direct
+
+
+@triton.jit
+def _upstream(b_x, b_g, b_v, GATE: tl.constexpr):
+    """The gradient of p: g, times what p gates."""
+    if GATE:
+        b_g = b_g * b_v
+    return tl.where(b_x > -INF, b_g, 0.0)
+
+
+@triton.jit
+def rows_vjp(
+    p_r, p_v, p_g, p_dr, p_dv, p_k, p_hardness, p_state, p_info, p_gstate, p_dk, p_dh, rows,
+    n_cols, s_k, s_hardness,
+    GATE: tl.constexpr, FIXED: tl.constexpr, HAS_STATE: tl.constexpr, T: tl.constexpr,
+    ROWS: tl.constexpr, U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of rows on chip."""
+    o_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_rows = o_rows < rows
+    b_xs = _load_tiles(p_r, o_rows, m_rows, n_cols, T, -INF, U, C, TILES)
+    b_gs = _load_tiles(p_g, o_rows, m_rows, n_cols, T, 0.0, U, C, TILES)
+    b_vs = b_xs
+    if GATE == 1:
+        b_vs = _load_tiles(p_v, o_rows, m_rows, n_cols, T, 0.0, U, C, TILES)
+    k = tl.load(p_k + o_rows * s_k, mask=m_rows, other=0.0)
+    hardness = tl.load(p_hardness + o_rows * s_hardness, mask=m_rows, other=0.0)
+    status, point, means, pull, flat = _load_state(
+        p_state, p_info, p_gstate, o_rows, m_rows, HAS_STATE
+    )
+    line = affine(point[0], point[1], point[2], T)
+    lanes = _grad_lanes(b_xs[0], _upstream(b_xs[0], b_gs[0], b_vs[0], GATE), line, means, T)
+    for j in tl.static_range(1, TILES):
+        b_e = _upstream(b_xs[j], b_gs[j], b_vs[j], GATE)
+        lanes = plus(lanes, _grad_lanes(b_xs[j], b_e, line, means, T))
+    sums = _wide8(tl.reduce(lanes, 1, add8))
+    c0, c1, dk, dh = _coefficients(sums, status, point[2], means, pull, k, hardness, FIXED)
+
+    left = flat[1]
+    for j in tl.static_range(TILES):
+        b_hard = b_gs[j]
+        if GATE:
+            if any_of(status == HARD):
+                b_hard, left = hard_mask(b_xs[j], flat[0], left, T)
+        b_e = _upstream(b_xs[j], b_gs[j], b_vs[j], GATE)
+        b_d, b_direct = _grad_tile(
+            b_xs[j], b_gs[j], b_e, b_hard, line, point[2], (c0, c1), status, flat[2], GATE, T
+        )
+        if GATE == 1:
+            _store_tile(p_dv, o_rows, m_rows, n_cols, b_direct, j, U, C)
+        _store_tile(p_dr, o_rows, m_rows, n_cols, b_d, j, U, C)
+    tl.store(p_dk + o_rows, dk, mask=m_rows)
+    tl.store(p_dh + o_rows, dh, mask=m_rows)
+
+
+@triton.jit
+def _load_grad_chunk(p_x, p_v, p_g, start, n_cols, o, GATE: tl.constexpr, T: tl.constexpr):
+    b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
+    b_g = _load_chunk(p_g, start, n_cols, o, T, 0.0)
+    b_v = b_x
+    if GATE == 1:
+        b_v = _load_chunk(p_v, start, n_cols, o, T, 0.0)
+    return b_x, b_g, _upstream(b_x, b_g, b_v, GATE)
+
+
+@triton.jit
+def _row_grad_sums(p_x, p_v, p_g, n_cols, line, means, hard, order, GATE: tl.constexpr,
+                   T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """One program's part of the sums of the gradient, and its ties where the row is hard.
+
+    hard is (whether it is, its threshold); order is (first chunk, end, step).
+    """
+    o = _offsets(U, C)
+    sums, part = _zero8(C, tl.float64), _zero8(C, T)
+    none = tl.zeros([1], tl.float64)
+    ties = none
+    held = 0
+    for i in range(order[0], order[1], order[2]):
+        b_x, _, b_e = _load_grad_chunk(p_x, p_v, p_g, i * (U * C), n_cols, o, GATE, T)
+        part = plus(part, _fold8(_grad_lanes(b_x, b_e, line, means, T), C))
+        held += 1
+        if held == FLUSH:
+            sums = plus(sums, _wide8(part))
+            part = _zero8(C, T)
+            held = 0
+        if hard[0]:
+            ties += count(b_x == hard[1].to(T)[:, None, None])
+    sums = tl.reduce(plus(sums, _wide8(part)), 1, add8)
+    return (
+        sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7], ties,
+        none, none, none, none, none, none,
+    )  # fmt: skip
+
+
+@triton.jit
+def long_vjp(
+    p_r, p_v, p_g, p_dr, p_dv, p_k, p_hardness, p_state, p_info, p_gstate, p_dk, p_dh, p_lines,
+    p_count, n_cols, size, s_k, s_hardness,
+    GATE: tl.constexpr, FIXED: tl.constexpr, HAS_STATE: tl.constexpr, T: tl.constexpr,
+    U: tl.constexpr, C: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of long rows in two passes: its sums, then, from the end, the gradient."""
+    pid = tl.program_id(0).to(tl.int64)
+    row, me = pid // size, pid % size
+    p_x, p_g, p_dr = p_r + row * n_cols, p_g + row * n_cols, p_dr + row * n_cols
+    if GATE == 1:
+        p_v, p_dv = p_v + row * n_cols, p_dv + row * n_cols
+    if TEAM:
+        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row
+    o_row = row + tl.arange(0, 1)
+    k, hardness = tl.load(p_k + o_row * s_k), tl.load(p_hardness + o_row * s_hardness)
+    status, point, means, pull, flat = _load_state(
+        p_state, p_info, p_gstate, o_row, o_row >= 0, HAS_STATE
+    )
+    hard = any_of(status == HARD) & (GATE > 0)
+    # A hard row is cut into contiguous parts, so that ties keep the order of their index.
+    chunks = tl.cdiv(n_cols, U * C).to(tl.int64)
+    part = tl.cdiv(chunks, size)
+    first = tl.where(hard, me * part, me)
+    last = tl.where(hard, tl.minimum(chunks, me * part + part), chunks)
+    stride = tl.where(hard, 1, size)
+    line = affine(point[0], point[1], point[2], T)
+    total = _row_grad_sums(
+        p_x, p_v, p_g, n_cols, line, means, (hard, flat[0]), (first, last, stride), GATE, T, U, C
+    )
+    total = _meet(total, (p_lines, p_count, size, me, 0), TEAM, LANES)
+    sums = (
+        total[0], total[1], total[2], total[3], total[4], total[5], total[6], total[7],
+    )  # fmt: skip
+    c0, c1, dk, dh = _coefficients(sums, status, point[2], means, pull, k, hardness, FIXED)
+    left = flat[1]
+    if TEAM:
+        left = left - _ties_before((p_lines, p_count, size, me, 1), 8, LANES)
+
+    o = _offsets(U, C)
+    for i in range(first, last, stride):
+        start = tl.where(hard, i, chunks - 1 - i).to(tl.int64) * (U * C)
+        b_x, b_g, b_e = _load_grad_chunk(p_x, p_v, p_g, start, n_cols, o, GATE, T)
+        b_hard = b_g
+        if hard:
+            b_hard, left = hard_mask(b_x, flat[0], left, T)
+        b_d, b_direct = _grad_tile(
+            b_x, b_g, b_e, b_hard, line, point[2], (c0, c1), status, flat[2], GATE, T
+        )
+        if GATE == 1:
+            _store_chunk(p_dv, start, n_cols, o, b_direct)
+        _store_chunk(p_dr, start, n_cols, o, b_d)
+    m_first = o_row - row + me == 0
+    tl.store(p_dk + o_row, dk, mask=m_first)
+    tl.store(p_dh + o_row, dh, mask=m_first)

@@ -95,8 +95,9 @@ def vjp(
     dvalues = torch.empty_like(r) if values is not None else None
     dk, dhardness = torch.empty_like(k), torch.empty_like(hardness)
     _call(
-        "vjp", work, *map(_pointer, (r, v, g, dscores, dvalues)), *_sizes(r), *map(_pointer, (k, hardness)),
-        ctypes.c_int(fixed), *map(_pointer, (state, info, cotangent, dk, dhardness)),
+        "vjp", work, *map(_pointer, (r, v, g, dscores, dvalues)), *_sizes(r),
+        *map(_pointer, (k, hardness)), ctypes.c_int(fixed),
+        *map(_pointer, (state, info, cotangent, dk, dhardness)),
     )  # fmt: skip
     if dvalues is not None and values is not None:
         dvalues = dvalues.to(values.dtype)

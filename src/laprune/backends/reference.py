@@ -9,25 +9,26 @@ Everything is said through one quantity without cancellation,
 
     q = exp(-|z|)/2,    p = q where z <= 0,  1 - q where z > 0,    sigma'(z) = q.
 
-**Budget.** With N the number of scores above b,
-``P = sum_{z<=0} q + max(N-k, 0)`` and ``M = sum_{z>0} q + max(k-N, 0)`` satisfy ``P - M = sum p - k``.
-We solve ``e1 = log P - log M = 0``, which is exactly linear in b inside a gap between scores.
+**Budget.** With N the number of scores above b, ``P = sum_{z<=0} q + max(N-k, 0)`` and ``M =
+sum_{z>0} q + max(k-N, 0)`` satisfy ``P - M = sum p - k``. We solve ``e1 = log P - log M = 0``,
+which is exactly linear in b inside a gap between scores.
 
-**Hardness.** With ``V = sum q(1-q) = sum p(1-p)`` and ``C = sum (p - mean p)^2``, a mask on its budget
-has ``gamma = C/(C+V)``. We solve ``e2 = log C - log V - logit(gamma) = 0``: close to linear in log t
-at both ends, and as sharp for ``1 - gamma`` as for ``gamma``.
+**Hardness.** With ``V = sum q(1-q) = sum p(1-p)`` and ``C = sum (p - mean p)^2``, a mask on its
+budget has ``gamma = C/(C+V)``. We solve ``e2 = log C - log V - logit(gamma) = 0``: close to
+linear in log t at both ends, and as sharp for ``1 - gamma`` as for ``gamma``.
 
-**Iteration.** Newton's method in ``(b, log t)``, one read of the row per pass. Eliminating b gives the
-reduced residual ``R = e2 - (e2_b/e1_b) e1`` and its slope in log t, which is negative. The temperature
-moves only when the barrier is solved for the present t, or nearly so; then the sign of R also moves a
-bracket of log t, and a step out of it bisects. A step in log t is at most 3, and smaller downwards
-where the barrier is uncertain; b follows linearly in t, as it does at both ends. In the gap that
-parts the k largest scores from the others a temperature that is certainly too small is raised at once. Otherwise only the
-barrier moves, inside a bracket of its own. The scores are measured from a ``pivot``, a score near b,
-so that b and t keep their digits however far the scores lie from zero.
+**Iteration.** Newton's method in ``(b, log t)``, one read of the row per pass. Eliminating b
+gives the reduced residual ``R = e2 - (e2_b/e1_b) e1`` and its slope in log t, which is negative.
+The temperature moves only when the barrier is solved for the present t, or nearly so; then the
+sign of R also moves a bracket of log t, and a step that leaves it, or does not shrink inside it,
+bisects. A step in log t is at most 3, and smaller downwards where the barrier is uncertain; b
+follows linearly in t, as it does at both ends. In the gap that parts the k largest scores from
+the others a temperature that is certainly too small is raised at once. Otherwise only the barrier
+moves, inside a bracket of its own. The scores are measured from a ``pivot``, a score near b, so
+that b and t keep their digits however far the scores lie from zero.
 
-**Limits.** When all weight sits on one score, or on equal ones, no smaller t changes p: a row whose
-gamma is larger than that allows stops there (``Status.TIED``).
+**Limits.** When all weight sits on one score, or on equal ones, no smaller t changes p: a row
+whose gamma is larger than that allows stops there (``Status.TIED``).
 
 **Gradient.** The implicit function theorem on the two sums, with weights q and weighted means:
 
@@ -53,10 +54,12 @@ PATIENCE = 16  # passes after which a temperature step needs a solved barrier
 MAX_STEP = 3.0  # largest step in log t
 SATURATED = 45.0  # exp(-45) is nothing beside 1
 MAX_Z = {torch.float64: 700.0, torch.float32: 80.0}  # |z| is cut here, before exp underflows
-TOLERANCE = {torch.float64: (2.5e-13, 1e-8), torch.float32: (4e-7, 2e-5)}  # mass, hardness
+TOLERANCE = {torch.float64: (2.5e-13, 1e-8), torch.float32: (4e-7, 1e-5)}  # mass, hardness
 LONG = 1 << 16  # rows longer than this start from a sample
 SAMPLE_RATIO = 256
 MIN_SAMPLE = 2048
+EXTREME = 64.0  # budgets with k (1-a) below this start in a tail
+MIN_DOUBT = 8.0  # least k (1-a) of a sample that says anything
 
 
 class _Sums(NamedTuple):
@@ -87,11 +90,13 @@ class _Point(NamedTuple):
     tau_hi: Tensor
     b_lo: Tensor
     b_hi: Tensor
+    stride: Tensor
+    """The size of the last step in log t."""
 
     @classmethod
     def start(cls, pivot: Tensor, b: Tensor, tau: Tensor) -> _Point:
         inf = torch.full_like(tau, math.inf)
-        return cls(pivot, b, tau, -inf, inf, -inf, inf)
+        return cls(pivot, b, tau, -inf, inf, -inf, inf, inf)
 
     def where(self, moving: Tensor, other: _Point) -> _Point:
         return _Point(*(torch.where(moving, x, y) for x, y in zip(self, other, strict=True)))
@@ -118,7 +123,7 @@ def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
     p = torch.where(hi, 1 - q, q)
     far = (r - at.pivot[:, None]).abs()
     inf = math.inf
-    return _Sums(
+    sums = (
         hi.sum(-1).to(q.dtype),
         *(part.sum(-1) for x in (1, w, q, q * w) for part in (lo_q * x, hi_q * x)),
         torch.where(ok, p - a[:, None], 0.0).square().sum(-1),
@@ -126,6 +131,7 @@ def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
         torch.where(hi, r, inf).amin(-1),
         torch.where(far > 0, far, inf).amin(-1),
     )
+    return _Sums(*sums)
 
 
 def _step(
@@ -166,9 +172,9 @@ def _step(
         slope = e2_t - e2_b * e1_t / e1_b
         hardness_tol = tol[1]
 
-    budget_holds = excess.abs() <= tol[0] * k
+    budget_holds = excess.abs() <= tol[0] * torch.minimum(k, n - k)
     converged = budget_holds & (e2.abs() <= hardness_tol)
-    pinned = (t < s.gap / SATURATED) & (at.b.abs() < s.gap / 2) & (e2 < 0) & (N != k)
+    pinned = (t < s.gap / SATURATED) & (at.b.abs() < s.gap / 2) & (e2 < 0) & (k != N)
     tied = pinned & budget_holds & (not fixed)
 
     u = -e1 / e1_b
@@ -195,16 +201,19 @@ def _step(
     if fixed:
         tau = torch.where((target - tau).abs() < 1e-9, target, tau)
     bracketed = tau_lo.isfinite() & tau_hi.isfinite()
-    out = bracketed & ~fine & ~((tau > tau_lo) & (tau < tau_hi))
+    shrinks = (tau - at.tau).abs() <= 0.75 * at.stride
+    out = bracketed & ~fine & ~((tau > tau_lo) & (tau < tau_hi) & shrinks)
     tau = torch.where(out, 0.5 * (tau_lo + tau_hi), tau)
     tau = torch.where(both, tau, at.tau)
+    stride = torch.where(both, (tau - at.tau).abs(), at.stride)
     b_both = at.b + t * (u - e1_t / e1_b * torch.expm1(tau - at.tau))
 
     b_lo = torch.where(excess > 0, at.b, at.b_lo)
     b_hi = torch.where(excess > 0, at.b_hi, at.b)
     under, over = at.b - (s.below - at.pivot), (s.above - at.pivot) - at.b
     blind = torch.minimum(under, over) > 0.9 * MAX_Z[t.dtype] * t
-    b_only = torch.where(blind, torch.where(excess > 0, at.b + over, at.b - under), at.b + t * u)
+    jump = torch.where(excess > 0, at.b + over, at.b - under)
+    b_only = torch.where(blind, jump, at.b + t * u)
     bracketed = b_lo.isfinite() & b_hi.isfinite()
     b_only = torch.where(
         bracketed & ~((b_only > b_lo) & (b_only < b_hi)), 0.5 * (b_lo + b_hi), b_only
@@ -216,13 +225,14 @@ def _step(
         # In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
         reach = torch.log(n / torch.sqrt(k * (n - k))) + torch.nn.functional.softplus(target)
         bound = torch.log((s.above - s.below) / (2 * reach))
-        sharp = (N == k) & (at.tau < bound)
+        sharp = (k == N) & (at.tau < bound)
         middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot))
         b, tau = torch.where(sharp, middle, b), torch.where(sharp, bound, tau)
         tau_lo = torch.where(sharp, torch.maximum(at.tau_lo, at.tau), tau_lo)
         tau_hi = torch.where(sharp, at.tau_hi, tau_hi)
+        stride = torch.where(sharp, at.stride, stride)
         b_lo, b_hi = b_lo.masked_fill(sharp, -math.inf), b_hi.masked_fill(sharp, math.inf)
-    moved = _Point(at.pivot, b, tau, tau_lo, tau_hi, b_lo, b_hi)
+    moved = _Point(at.pivot, b, tau, tau_lo, tau_hi, b_lo, b_hi, stride)
     return _Verdict(
         converged,
         tied,
@@ -254,40 +264,46 @@ def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool)
     low = torch.where(ok, r, math.inf).amin(-1)
     mean = torch.where(ok, r - low[:, None], 0.0).sum(-1) / n + low
     width = torch.where(ok, r - mean[:, None], 0.0).abs().sum(-1) / n
+    # The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
+    a = k / n
+    tail = torch.where(a < 0.5, high - mean, mean - low)
+    width = torch.where(k * (1 - a) < EXTREME, torch.maximum(width, tail / 10), width)
     tau = torch.log(width)
     tau = torch.maximum(tau, target) if fixed else tau - 0.25 * target.clamp(max=0)
-    a, t = k / n, tau.exp()
+    t = tau.exp()
     b = torch.where(a < 0.5, -t * torch.log(2 * a), t * torch.log(2 * (1 - a)))
     return _Point.start(mean, torch.maximum(torch.minimum(b, high - mean), low - mean), tau)
 
 
 def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
-    """Solve one score in SAMPLE_RATIO first; its answer starts the whole row."""
+    """Solve one score in SAMPLE_RATIO first; its answer starts the whole row.
+
+    The sample knows the count above a barrier only to sqrt(k (1-a)): a temperature that leaves fewer
+    scores undecided is no start for the row.
+    """
     size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
     index = torch.arange(size, device=r.device) * r.shape[-1] // size
     sample = r[:, index]
     count = (sample > -math.inf).sum(-1).to(r.dtype)
-    rough = k * size / r.shape[-1]
-    full = _diffuse_start(r, n, k, target, fixed)
-    ok = (rough < 0.999 * count) & (
-        sample.amax(-1) > sample.masked_fill(sample == -math.inf, math.inf).amin(-1)
-    )
+    part = k * size / r.shape[-1]
+    low = torch.where(sample > -math.inf, sample, math.inf).amin(-1)
+    doubt = part * (1 - part / count)
+    ok = (doubt >= MIN_DOUBT) & (sample.amax(-1) > low)
     # Rows whose sample says nothing get a harmless stand-in, and start from the whole row.
     stand_in = torch.arange(size, dtype=r.dtype, device=r.device)
     sample = torch.where(ok[:, None], sample, stand_in)
-    count, rough = torch.where(ok, count, size), torch.where(ok, rough, size / 2)
-    at, *_, last = _iterate(
-        sample,
-        count,
-        rough,
-        target,
-        _diffuse_start(sample, count, rough, target, fixed),
-        fixed,
-        (1e-3, 1e-3),
-    )
-    spacing = torch.log(last.above - last.below)
-    tau = torch.where(spacing.isfinite(), torch.maximum(at.tau, spacing), at.tau)
-    return _Point.start(at.pivot, at.b, tau).where(ok, full)
+    count, part = torch.where(ok, count, size), torch.where(ok, part, size / 2)
+    noise = (part * (1 - part / count)).rsqrt()
+    hardest = torch.log(1 / noise - 1)
+    rough = hardest if fixed else torch.minimum(target, hardest)
+    begin = _diffuse_start(sample, count, part, rough, False)
+    at = _iterate(sample, count, part, rough, begin, False, (1e-3, 1e-3))[0]
+    if fixed:
+        warm = _Point.start(at.pivot, at.b, at.tau)
+        goal = torch.maximum(target, at.tau)
+        at = _iterate(sample, count, part, goal, warm, True, (1e-3, 1e-3))[0]
+    full = _diffuse_start(r, n, k, target, fixed)
+    return _Point.start(at.pivot, at.b, at.tau).where(ok, full)
 
 
 def _iterate(
@@ -327,7 +343,7 @@ def _work_dtype(device: torch.device) -> torch.dtype:
 
 
 def _hard(r: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros and ones, lowest index first among equal scores; a fraction goes to the next in line."""
+    """Zeros and ones, lowest index first among equal scores; a fraction goes to the next."""
     ranked, order = torch.sort(r, dim=-1, descending=True, stable=True)
     rank = torch.arange(r.shape[-1], device=r.device)
     p = torch.zeros_like(r).scatter(-1, order, (k[:, None] - rank).clamp(0, 1))
@@ -520,7 +536,7 @@ def jvp(
     fixed: bool,
     state: Tensor,
     info: Tensor,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor]:
     """Tangents of the output and of the state, for tangents of scores, k, hardness and values."""
     work, status = state.dtype, info[:, 0]

@@ -18,7 +18,19 @@ from laprune.baselines.lapsum import lapsum_sort
 from .inputs import draw as draw_scores
 from .lab import Options, Record, Setting, Study
 from .style import figure, save
-from .tables import Row, mark_paper, markdown, plot, pm, seeds, select, spread, stack, write
+from .tables import (
+    Row,
+    legend_below,
+    mark_paper,
+    markdown,
+    plot,
+    pm,
+    seeds,
+    select,
+    spread,
+    stack,
+    write,
+)
 
 EPS = 0.01
 BUDGETS = (0.02, 0.05, 0.1, 0.25, 0.5)
@@ -81,7 +93,7 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         plot(left, x, y, i, f"k/n = {a:g}", markevery=2)
     mark_paper(left, [0.9, 0.9], list(PAPER_BUDGETS.values()))
     left.set(xlabel=r"hardness $\gamma$", ylabel="discretised fraction", ylim=(-0.03, 1.05))
-    left.legend(loc="upper left", fontsize=8)
+    legend_below(left, 3)
 
     chosen = select(records, over="scale", a=SCALE_BUDGET)
     scales = chosen[0]["result"]["scale"]
@@ -90,8 +102,9 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     known = [*PAPER_SCALES.values(), *PAPER_LAPSUM]
     mark_paper(right, [1.0, 1.0, scales[0], scales[-1]], known)
     right.set(xscale="log", xlabel="scores multiplied by c", ylim=(-0.03, 1.05))
-    right.set_title(f"k/n = {SCALE_BUDGET:g}", fontsize=9)
-    fig.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, fontsize=8)
+    right.set_title(f"the same scores times c, k/n = {SCALE_BUDGET:g}", fontsize=9)
+    left.set_title("n = 2000 Gaussian scores", fontsize=9)
+    legend_below(right, 2)
     return [*save(fig, folder, "discretised"), _table(records, folder)]
 
 

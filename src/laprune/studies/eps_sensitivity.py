@@ -63,6 +63,8 @@ def _table(records: list[Record], folder: Path) -> Path:
         ratio = (1 - simulated[:, -1]) / stack(chosen, "unsaturated_law")[:, -1]
         name = f"unsaturated fraction at gamma = {gamma[-1]:g} over its law, eps = {eps:g}"
         rows.append(Row(name, None, spread(ratio)))
+    unsolved = spread([sum(sum(record["result"]["unsolved"]) for record in records)])
+    rows.append(Row("masks the solver did not solve, all eps", None, unsolved, ".0f"))
     notes = [
         f"Gaussian scores, a = {A:g}. The paper gives no number here: it states that the monotone "
         "transition and the agreement persist for all three thresholds."

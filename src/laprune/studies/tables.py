@@ -144,6 +144,12 @@ def mark_paper(axis: Axes, x: ArrayLike, y: ArrayLike, label: str = "paper") -> 
     axis.scatter(x, y, marker="*", s=130, zorder=5, label=label, clip_on=False, **style)
 
 
+def legend_below(axis: Axes, columns: int) -> None:
+    """The legend under the axis, where it hides no data."""
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+    axis.legend(**place, ncols=columns, fontsize=8, columnspacing=1.2, handlelength=2.4)
+
+
 def _paper(row: Row) -> str:
     return "not given" if row.paper is None else f"{row.bound}{row.paper:{row.form}}"
 

@@ -30,13 +30,13 @@ LAPRUNE_INLINE To bits(From x) {
   return y;
 }
 
-// exp(-w) for 0 <= w <= max_z. The polynomials are Chebyshev fits of exp on [-ln2/2, ln2/2]
-// (errors 2e-9 and 3e-18); 2^n enters through the exponent bits.
-LAPRUNE_INLINE float exp_minus(float w) {
+// exp(-(w + low)) for 0 <= w <= max_z and a tiny low. The polynomials are Chebyshev fits of exp on
+// [-ln2/2, ln2/2] (errors 2e-9 and 3e-18); 2^n enters through the exponent bits.
+LAPRUNE_INLINE float exp_minus(float w, float low) {
   const float magic = 12582912.0f;
   const float shifted = magic - w * 1.44269504088896341f;
   const float n = shifted - magic;
-  const float f = (-w - n * 0.693359375f) - n * -2.12194440e-4f;
+  const float f = ((-w - n * 0.693359375f) - n * -2.12194440e-4f) - low;
   float p = 0.0013941118895837f;
   p = p * f + 0.0083751347746243f;
   p = p * f + 0.0416663527711122f;
@@ -47,11 +47,11 @@ LAPRUNE_INLINE float exp_minus(float w) {
   return bits<float>(bits<int32_t>(p) + (bits<int32_t>(shifted) << 23));
 }
 
-LAPRUNE_INLINE double exp_minus(double w) {
+LAPRUNE_INLINE double exp_minus(double w, double low) {
   const double magic = 6755399441055744.0;
   const double shifted = magic - w * 1.4426950408889634074;
   const double n = shifted - magic;
-  const double f = (-w - n * 6.93147180369123816490e-1) - n * 1.90821492927058770002e-10;
+  const double f = ((-w - n * 6.93147180369123816490e-1) - n * 1.90821492927058770002e-10) - low;
   double p = 2.5110049204818659793e-8;
   p = p * f + 2.763265472252779189e-7;
   p = p * f + 2.7557240887229868596e-6;
@@ -74,32 +74,35 @@ constexpr float max_z<float>() { return 80.0f; }
 template <>
 constexpr double max_z<double>() { return 700.0; }
 
-// z = (r - pivot) / t - c, with c in two pieces so that float keeps the digits of b/t.
+// z = (r - pivot) / t - c_hi - c_lo: two pieces, so that float keeps the digits of b/t. The second is
+// left to the exponential: added to z it would be rounded away, alike for all equal scores.
 template <typename T>
 struct Affine {
   T pivot, inv_t, c_hi, c_lo;
 
   Affine(double pivot_, double b, double t, double centre = 0)
       : pivot(static_cast<T>(pivot_)), inv_t(static_cast<T>(1 / t)) {
-    const double c = b * static_cast<double>(inv_t) + centre;
+    const double rest = pivot_ - static_cast<double>(pivot);  // 0 where the pivot is a score
+    const double c = (b + rest) * static_cast<double>(inv_t) + centre;
     c_hi = static_cast<T>(c);
     c_lo = static_cast<T>(c - static_cast<double>(c_hi));
   }
-  LAPRUNE_INLINE T operator()(T r) const { return ((r - pivot) * inv_t - c_hi) - c_lo; }
+  LAPRUNE_INLINE T operator()(T r) const { return (r - pivot) * inv_t - c_hi; }
 };
 
 template <typename T>
-LAPRUNE_INLINE T half_exp(T z, bool eligible) {
+LAPRUNE_INLINE T half_exp(T z, T c_lo, bool eligible) {
   const T w = std::abs(z);
   const T cut = w < max_z<T>() ? w : max_z<T>();
-  return eligible ? T(0.5) * exp_minus(cut) : T(0);
+  return eligible ? T(0.5) * exp_minus(cut, z > T(0) ? -c_lo : c_lo) : T(0);
 }
 
 // One pass: all sums of the solver; writes the mask, or mask * values, when `out` is given.
 template <typename T, bool kWrite, bool kGate>
 LAPRUNE_INLINE Sums pass_loop(const T* r, int64_t n, const Point& at, const T* values, T* out) {
   const Affine<T> z_of(at.pivot, at.b, at.t);
-  const T a = static_cast<T>(at.a), inf = std::numeric_limits<T>::infinity();
+  const T a = static_cast<T>(at.a), rest = static_cast<T>(1 - at.a);
+  const T inf = std::numeric_limits<T>::infinity();
   Sums total;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t stop = std::min(n, start + kBlock);
@@ -113,9 +116,9 @@ LAPRUNE_INLINE Sums pass_loop(const T* r, int64_t n, const Point& at, const T* v
       const T z = z_of(x);
       const bool ok = x > -inf, hi = z > T(0);
       const T w = std::abs(z) < max_z<T>() ? std::abs(z) : max_z<T>();
-      const T q = ok ? T(0.5) * exp_minus(w) : T(0);
+      const T q = half_exp(z, z_of.c_lo, ok);
       const T p = hi ? T(1) - q : q;
-      const T d = ok ? p - a : T(0);
+      const T d = ok ? (hi ? rest - q : q - a) : T(0);  // p - a, without rounding 1 - q
       const T far = std::abs(x - z_of.pivot);
       count += ok ? T(1) : T(0);
       bad += x < inf ? T(0) : T(1);
@@ -199,9 +202,9 @@ LAPRUNE_INLINE GradSums grad_sums_loop(const T* r, const T* values, const T* g, 
     for (int64_t i = start; i < stop; ++i) {
       const T x = r[i], z = z_of(x);
       const bool ok = x > -inf;
-      const T q = half_exp(z, ok);
+      const T q = half_exp(z, z_of.c_lo, ok);
       const T p = z > T(0) ? T(1) - q : q;
-      const T qy = q * (ok ? y_of(x) : T(0)), v = p - mean_p;
+      const T qy = q * (ok ? y_of(x) - y_of.c_lo : T(0)), v = p - mean_p;
       const T e = ok ? (kGate ? g[i] * values[i] : g[i]) : T(0);
       count += ok ? T(1) : T(0);
       s0 += q, s1 += qy, u0 += q * v, cov += qy * v, g0 += q * e, g1 += qy * e;
@@ -222,7 +225,7 @@ LAPRUNE_INLINE void grad_write_loop(const T* r, const T* values, const T* g, int
   for (int64_t i = 0; i < n; ++i) {
     const T x = r[i], z = z_of(x);
     const bool ok = x > -inf;
-    const T q = half_exp(z, ok);
+    const T q = half_exp(z, z_of.c_lo, ok);
     const T p = z > T(0) ? T(1) - q : q;
     const T e = ok ? (kGate ? g[i] * values[i] : g[i]) : T(0);
     const T d = (q * inv_t) * ((e - c0) - c1 * p);

@@ -16,13 +16,15 @@ constexpr int64_t kChunk = 1 << 16;    // scores per unit of work: sums do not d
 constexpr int64_t kLong = 1 << 16;     // rows longer than this start from a sample
 constexpr int64_t kSampleRatio = 256;  // one score in so many
 constexpr int64_t kMinSample = 2048;
+constexpr double kMinDoubt = 8;        // least k (1-a) of a sample that says anything
+constexpr double kExtreme = 64;        // budgets with k (1-a) below this start in a tail
 constexpr int64_t kAlone = 1 << 15;    // less work than this is not worth a thread
 constexpr int kStateSize = 5, kInfoSize = 2;
 
 template <typename T>
 constexpr Tolerance tolerance();
 template <>
-constexpr Tolerance tolerance<float>() { return {4e-7, 2e-5, 80}; }
+constexpr Tolerance tolerance<float>() { return {4e-7, 1e-5, 80}; }
 template <>
 constexpr Tolerance tolerance<double>() { return {2.5e-13, 1e-8, 700}; }
 
@@ -169,18 +171,20 @@ template <typename T>
 Start diffuse_start(const Row<T>& row, const Problem& problem, const Stats& stats) {
   const double mean = std::min(std::max(stats.sum / stats.count, stats.low), stats.high);
   const double pivot = static_cast<double>(static_cast<T>(mean));
-  const double width = row.stats(pivot).deviation / stats.count;
+  double width = row.stats(pivot).deviation / stats.count;
+  // The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
+  const double a = problem.k / problem.n, tail = a < 0.5 ? stats.high - pivot : pivot - stats.low;
+  if (problem.k * (1 - a) < kExtreme) width = std::max(width, tail / 10);
   double tau = std::log(width);
   if (problem.fixed) tau = std::max(tau, problem.target);
   else tau -= 0.25 * std::min(problem.target, 0.0);
-  const double a = problem.k / problem.n, t = std::exp(tau);
+  const double t = std::exp(tau);
   const double b = a < 0.5 ? -t * std::log(2 * a) : t * std::log(2 * (1 - a));
   return {pivot, std::min(std::max(b, stats.low - pivot), stats.high - pivot), tau};
 }
 
 template <typename T>
-Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bool wanted,
-               Sums* last = nullptr) {
+Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bool wanted) {
   Iteration it(problem, start.pivot, start.b, start.tau);
   bool write = false;
   while (true) {
@@ -188,20 +192,19 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
     const Point here = it.at;
     Status status = it.step(sums);
     if (sums.bad > 0 || sums.count != problem.n) {  // the caller knew the row only from a sample
-      if (last) *last = sums;
       return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0};
     }
     const bool done = status != kStalled || it.passes >= kMaxPasses;
     if (done) {
       if (wanted && !write) row.pass(here, true);
-      if (last) *last = sums;
       return {status, here, it.mean_z, it.mean_p, it.passes};
     }
     write = wanted && it.polish;
   }
 }
 
-// A start for a long row, from one score in kSampleRatio.
+// A start for a long row, from one score in kSampleRatio. The sample knows the count above a barrier
+// only to sqrt(k (1-a)): a temperature that leaves fewer scores undecided is no start for the row.
 template <typename T>
 bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
   const int64_t size = std::max(kMinSample, row.n / kSampleRatio);
@@ -209,15 +212,20 @@ bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
   for (int64_t i = 0; i < size; ++i) sample[i] = row.scores[i * row.n / size];
   const Row<T> small{sample.data(), nullptr, nullptr, size, nullptr};
   const Stats stats = small.stats(0);
-  Problem rough = problem;
-  rough.n = stats.count, rough.k = problem.k * static_cast<double>(size) / static_cast<double>(row.n);
+  const double k = problem.k * static_cast<double>(size) / static_cast<double>(row.n);
+  const double doubt = k * (1 - k / stats.count);
+  if (stats.bad > 0 || stats.low >= stats.high || !(doubt >= kMinDoubt)) return false;
+  const double hardest = std::log(std::sqrt(doubt) - 1);
+  Problem rough{stats.count, k, hardest, false, problem.tol};
+  if (!problem.fixed) rough.target = std::min(problem.target, hardest);
   rough.tol.mass = 1e-3, rough.tol.hardness = 1e-3;
-  if (stats.bad > 0 || stats.low >= stats.high || !(rough.k < 0.999 * rough.n)) return false;
-  Sums sums;
-  const Answer answer = iterate(small, rough, diffuse_start(small, rough, stats), false, &sums);
-  const double spacing = std::log(sums.above - sums.below);
+  Answer answer = iterate(small, rough, diffuse_start(small, rough, stats), false);
   *start = {answer.at.pivot, answer.at.b, std::log(answer.at.t)};
-  if (std::isfinite(spacing)) start->tau = std::max(start->tau, spacing);
+  if (problem.fixed && problem.target > start->tau) {
+    rough.fixed = true, rough.target = problem.target;
+    answer = iterate(small, rough, *start, false);
+    *start = {answer.at.pivot, answer.at.b, problem.target};
+  }
   return true;
 }
 
@@ -299,7 +307,7 @@ RowGrad grad_row(const GradRow<T>& job, double k, double hardness, bool fixed, S
   if (status == kTied) {  // p sits in its t -> 0 limit, where only the budget moves it
     const Affine<T> z_of(at.pivot, at.b, t);
     job.direct([&](T x) {
-      const T z = z_of(x), q = half_exp(z, x > -inf);
+      const T z = z_of(x), q = half_exp(z, z_of.c_lo, x > -inf);
       return z > T(0) ? T(1) - q : q;
     });
     return {g0 / s.s0, 0};

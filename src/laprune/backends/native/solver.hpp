@@ -41,7 +41,7 @@ struct Point {
 };
 
 struct Tolerance {
-  double mass, hardness;  // relative error of the mass; absolute error of log odds of gamma
+  double mass, hardness;  // error of the mass relative to min(k, n-k); of the log odds of gamma
   double max_z;           // |z| is cut here, before exp underflows
 };
 
@@ -115,10 +115,12 @@ inline Status Iteration::step(const Sums& s) {
   mean_z = (qw_hi - qw_lo) / q;
   mean_p = (qq_lo + q_hi - qq_hi) / q;
 
-  const bool budget_holds = std::abs(excess) <= problem_.tol.mass * k;
+  const double slack = problem_.tol.mass * std::min(k, n - k);
+  const bool budget_holds = std::abs(excess) <= slack;
   const double close = problem_.fixed ? 0 : problem_.tol.hardness;  // a given temperature is kept
   if (budget_holds && std::abs(e2) <= close) return kConverged;
-  // Rounding may keep a solved row from the last digit: after some tries, twice the error passes.
+  // Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
+  // and the mass may err relative to k alone.
   polished_ += polish;
   if (polished_ > 4 && std::abs(excess) <= 2 * problem_.tol.mass * k && std::abs(e2) <= 2 * close)
     return kConverged;

@@ -1,0 +1,75 @@
+"""Fixtures and measures that the operator's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from laprune.backends import cpu, reference, use
+from laprune.studies.inputs import budgets, draw, hardnesses
+
+BACKENDS = {"cpu": cpu, "reference": reference}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+LARGEST_GAMMA = {torch.float64: 1 - 1e-8, torch.float32: 1 - 1e-4}
+MASS_ERROR = {torch.float64: 1e-12, torch.float32: 1e-6}
+HARDNESS_ERROR = {torch.float64: 1e-7, torch.float32: 1e-3}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every call inside the test goes to this backend."""
+    if request.param == "cpu" and cpu.library() is None:
+        pytest.skip("the native backend is not built")
+    with use(BACKENDS[request.param]):
+        yield request.param
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def problem(
+    name: str, rows: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, budgets and hardnesses of the registry."""
+    return (
+        draw(name, rows, n, seed, dtype),
+        budgets(rows, n, seed),
+        hardnesses(rows, LARGEST_GAMMA[dtype], seed),
+    )
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def mass_error(p: Tensor, k: Tensor) -> Tensor:
+    return ((p.double().sum(-1) - k) / k).abs()
+
+
+def realised(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Gamma and 1 - gamma of a mask, in float64 and without cancellation."""
+    p = p.double()
+    spread = (p - p.mean(-1, keepdim=True)).square().sum(-1)
+    softness = (p * (1 - p)).sum(-1)
+    return spread / (spread + softness), softness / (spread + softness)
+
+
+def hardness_error(p: Tensor, gamma: Tensor) -> Tensor:
+    """The larger relative error of gamma and of 1 - gamma."""
+    found, rest = realised(p)
+    return torch.maximum((found / gamma - 1).abs(), (rest / (1 - gamma) - 1).abs())
+
+
+def sharpest(r: Tensor, k: Tensor) -> Tensor:
+    """The t -> 0 limit of the mask: scores equal to the k-th largest share what is left."""
+    ranked = r.sort(-1, descending=True).values
+    threshold = ranked.gather(-1, k.ceil().long()[..., None] - 1)
+    above, tied = (r > threshold).double(), (r == threshold).double()
+    left = k[..., None] - above.sum(-1, keepdim=True)
+    return above + tied * left / tied.sum(-1, keepdim=True)
