@@ -264,7 +264,7 @@ def test_native_backward_serves_a_reference_forward() -> None:
     (x,) = leaves((draw("offset", 8, 64, dtype=torch.float32),))
     g = normal(8, 64, dtype=torch.float32)
     with use(reference):
-        p = laprune.soft_topk(x, 9, 0.7)
+        p = laprune.soft_topk(x, 32, 0.2)
         want = torch.autograd.grad(p, x, g, retain_graph=True)[0]
     got = torch.autograd.grad(p, x, g)[0]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * want.abs().max().item())

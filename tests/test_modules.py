@@ -151,12 +151,12 @@ def test_diagnostics_measure_what_was_asked_for(backend: str) -> None:
 
 
 def test_diagnostics_count_by_hand() -> None:
-    p = torch.tensor([[1.0, 0.9995, 0.5, 0.0005, 0.0, 0.5], [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]])
+    p = torch.tensor([[1.0, 0.9995, 0.9985, 0.0005, 0.0015, 0.4], [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]])
     d = laprune.diagnostics(p, eps=1e-3)
-    torch.testing.assert_close(d.near_binary, torch.tensor([4 / 6, 1.0]).double())
-    torch.testing.assert_close(d.overlap, torch.tensor([2.4995 / 3, 1.0]).double())
+    torch.testing.assert_close(d.near_binary, torch.tensor([3 / 6, 1.0]).double())
+    torch.testing.assert_close(d.overlap, torch.tensor([2.998 / 3.4, 1.0]).double())
     assert d.gamma[1] == 1
-    assert laprune.diagnostics(p, eps=1e-4).near_binary[0].item() == pytest.approx(2 / 6)
+    assert laprune.diagnostics(p, eps=1e-4).near_binary[0].item() == pytest.approx(1 / 6)
     turned = laprune.diagnostics(p.T, dim=0, eps=1e-3)
     for one, other in zip(d, turned, strict=True):
         torch.testing.assert_close(one, other)

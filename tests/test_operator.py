@@ -70,9 +70,15 @@ def test_mass_and_hardness_hold_over_the_registry(
     check_answer(*problem(name, min(48, 20_000 // n), n, dtype, seed=n))
 
 
-@pytest.mark.parametrize("name", ["gaussian", "cauchy", "relu", "near_ties", "outlier"])
+@pytest.mark.parametrize("name", ["gaussian", "cauchy", "relu", "near_ties"])
 def test_long_rows_started_from_a_sample(name: str, dtype: torch.dtype, backend: str) -> None:
-    check_answer(*problem(name, 1, 200_000, dtype, seed=5))
+    check_answer(*problem(name, 1, 100_000, dtype, seed=5))
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.9])
+def test_a_sample_leaves_a_long_row_few_passes(gamma: float, backend: str) -> None:
+    n = 200_000
+    assert laprune.solve(draw("gaussian", 1, n), n / 16, gamma).passes <= 6
 
 
 @pytest.mark.slow
@@ -122,7 +128,8 @@ GRADIENT_AGREEMENT = {torch.float64: 1e-12, torch.float32: 1e-5}
 @pytest.mark.parametrize("n", [2, 7, 33, 512, 2000])
 @pytest.mark.parametrize("name", NAMES)
 def test_native_agrees_with_reference(name: str, n: int, dtype: torch.dtype) -> None:
-    r, k, gamma = problem(name, 32, n, dtype, seed=n + 1)
+    rows = min(32, 10_000 // n)
+    r, k, gamma = problem(name, rows, n, dtype, seed=n + 1)
     args = (r, k, gamma, None, False, False)
     fast, _, fast_info = cpu.solve(*args)
     slow, state, info = reference.solve(*args)
@@ -130,7 +137,7 @@ def test_native_agrees_with_reference(name: str, n: int, dtype: torch.dtype) -> 
     apart = (fast - slow).abs().amax(-1) / k.clamp(min=1)
     assert apart.max() <= MASK_AGREEMENT[dtype]
 
-    g = normal(32, n, seed=3, dtype=dtype)
+    g = normal(rows, n, seed=3, dtype=dtype)
     t = state[:, [TEMPERATURE]]
     z = (r - state[:, [PIVOT]] - state[:, [OFFSET]]) / t
     raw = (0.5 * torch.exp(-z.abs()) * g / t).norm(dim=-1)

@@ -29,7 +29,7 @@ from laprune.select import FeatureGate, LaPruneSelector
 TRUE = [1, 4, 6]
 
 
-def problem(n: int = 200, features: int = 12, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def problem(n: int = 400, features: int = 12, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Real targets that depend on the TRUE columns alone."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, features))

@@ -70,29 +70,44 @@ FLUSH = tl.constexpr(8)  # chunks summed in the scores' own type before they joi
 
 
 @triton.jit
-def _offsets(U: tl.constexpr, C: tl.constexpr):
-    return (tl.arange(0, U) * C)[None, :, None] + tl.arange(0, C)[None, None, :]
+def _offsets(L: tl.constexpr):
+    """Where the scores of a tile [., 4, L] are."""
+    return tl.arange(0, 4)[None, :, None] + 4 * tl.arange(0, L)[None, None, :]
 
 
 @triton.jit
-def _load_tiles(p, o_rows, m_rows, n_cols, T: tl.constexpr, fill: tl.constexpr,
-                U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Whole rows, as a tuple of tiles."""
-    o = _offsets(U, C)
-    p_rows = p + (o_rows * n_cols)[:, None, None]
-    m = m_rows[:, None, None]
-    tiles = (tl.load(p_rows + o, mask=m & (o < n_cols), other=fill).to(T),)
+def _load_tiles(p, base, room, T: tl.constexpr, fill: tl.constexpr, L: tl.constexpr,
+                TILES: tl.constexpr):  # fmt: skip
+    """Tiles from `base` on, each [ROWS]; `room` scores are there."""
+    o, p_rows, m_room = _offsets(L), p + base[:, None, None], room[:, None, None]
+    tiles = (tl.load(p_rows + o, mask=o < m_room, other=fill).to(T),)
     for j in tl.static_range(1, TILES):
-        o_j = o + j * U * C
-        tiles = tiles + (tl.load(p_rows + o_j, mask=m & (o_j < n_cols), other=fill).to(T),)  # noqa: RUF005
+        o_j = o + j * 4 * L
+        tiles = tiles + (tl.load(p_rows + o_j, mask=o_j < m_room, other=fill).to(T),)  # noqa: RUF005
     return tiles
 
 
 @triton.jit
-def _store_tile(p, o_rows, m_rows, n_cols, b, j: tl.constexpr, U: tl.constexpr, C: tl.constexpr):
-    o = _offsets(U, C) + j * U * C
-    m = m_rows[:, None, None] & (o < n_cols)
-    tl.store(p + (o_rows * n_cols)[:, None, None] + o, b, mask=m)
+def _store_tile(p, base, room, b, j: tl.constexpr, L: tl.constexpr):
+    o = _offsets(L) + j * 4 * L
+    tl.store(p + base[:, None, None] + o, b, mask=o < room[:, None, None])
+
+
+@triton.jit
+def _load_tile(p, base, room, j: tl.constexpr, T: tl.constexpr, L: tl.constexpr):
+    o = _offsets(L) + j * 4 * L
+    return tl.load(p + base[:, None, None] + o, mask=o < room[:, None, None], other=0.0).to(T)
+
+
+@triton.jit
+def _write_tile(b_p, b_x, p_v, p_out, base, room, j: tl.constexpr, GATE: tl.constexpr,
+                T: tl.constexpr, L: tl.constexpr):  # fmt: skip
+    """Write a tile of the mask, or of what it gates."""
+    if GATE == 1:
+        b_p = _gated(b_p, _load_tile(p_v, base, room, j, T, L))
+    if GATE == 2:
+        b_p = _gated(b_p, b_x)
+    _store_tile(p_out, base, room, b_p, j, L)
 
 
 @triton.jit
@@ -105,12 +120,13 @@ def rows_solve(
     p_r, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness,
     mass_tol, hardness_tol,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr,
-    ROWS: tl.constexpr, U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Solve rows on chip."""
     o_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < rows
-    b_xs = _load_tiles(p_r, o_rows, m_rows, n_cols, T, -INF, U, C, TILES)
+    base, room = o_rows * n_cols, tl.where(m_rows, n_cols, 0)
+    b_xs = _load_tiles(p_r, base, room, T, -INF, L, TILES)
     k = tl.load(p_k + o_rows * s_k, mask=m_rows, other=0.0)
     hardness = tl.load(p_hardness + o_rows * s_hardness, mask=m_rows, other=0.0)
 
@@ -137,14 +153,7 @@ def rows_solve(
         if any_of(hard):
             b_hard, left = hard_mask(b_x, threshold, left, T)
             b_p = tl.where(hard[:, None, None], b_hard, b_p)
-        if GATE == 1:
-            o = _offsets(U, C) + j * U * C
-            m = m_rows[:, None, None] & (o < n_cols)
-            p_here = p_v + (o_rows * n_cols)[:, None, None] + o
-            b_p = _gated(b_p, tl.load(p_here, mask=m, other=0.0).to(T))
-        if GATE == 2:
-            b_p = _gated(b_p, b_x)
-        _store_tile(p_out, o_rows, m_rows, n_cols, b_p, j, U, C)
+        _write_tile(b_p, b_x, p_v, p_out, base, room, j, GATE, T, L)
     point = settle(at, T)
     if FIXED:
         point = (point[0], point[1], tl.where(at[2] == target, hardness, point[2]))
@@ -172,7 +181,7 @@ def _pick(line, j: tl.constexpr):
 
 
 @triton.jit
-def _meet(values, team, TEAM: tl.constexpr, LANES: tl.constexpr):
+def _meet(values, team, TEAM: tl.constexpr, LINES: tl.constexpr):
     """The 15 values of all programs of a row together: 12 sums, then 3 maxima.
 
     team is (lines, counter, size, own index, meetings so far). Lines alternate between two buffers,
@@ -187,7 +196,7 @@ def _meet(values, team, TEAM: tl.constexpr, LANES: tl.constexpr):
         p_here = p_lines + (meetings % 2) * size * COLUMNS
         tl.store(p_here + me * COLUMNS + o, line)
         _barrier(p_count, (meetings + 1) * size)
-        o_lanes = tl.arange(0, LANES)
+        o_lanes = tl.arange(0, LINES)
         m = (o_lanes < size)[:, None]
         p_all = p_here + o_lanes[:, None] * COLUMNS + o[None, :]
         lines = tl.load(p_all, mask=m, other=0.0, cache_modifier=".cg")
@@ -204,20 +213,6 @@ def _meet(values, team, TEAM: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _fold(lanes, C: tl.constexpr):
-    """Sums of neighbouring lanes that live in one thread."""
-    return tl.sum(tl.reshape(lanes, [1, C // 4, 4]), 2)
-
-
-@triton.jit
-def _fold8(lanes, C: tl.constexpr):
-    return (
-        _fold(lanes[0], C), _fold(lanes[1], C), _fold(lanes[2], C), _fold(lanes[3], C),
-        _fold(lanes[4], C), _fold(lanes[5], C), _fold(lanes[6], C), _fold(lanes[7], C),
-    )  # fmt: skip
-
-
-@triton.jit
 def _wide8(a):
     return (
         a[0].to(tl.float64), a[1].to(tl.float64), a[2].to(tl.float64), a[3].to(tl.float64),
@@ -226,40 +221,25 @@ def _wide8(a):
 
 
 @triton.jit
-def _zero8(C: tl.constexpr, T: tl.constexpr):
-    zero = tl.zeros([1, C // 4], T)
+def _zero8(L: tl.constexpr, T: tl.constexpr):
+    zero = tl.zeros([1, L], T)
     return zero, zero, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
-def _crest(lanes, C: tl.constexpr):
-    return tl.max(tl.reshape(lanes, [1, C // 4, 4]), 2)
+def _room(start, n_cols):
+    """How many scores there are from start on, as [1]; no more than 2^30 matter."""
+    return (tl.zeros([1], tl.int64) + tl.minimum(n_cols - start, 1 << 30)).to(tl.int32)
 
 
 @triton.jit
-def _load_chunk(p, start, n_cols, o, T: tl.constexpr, fill: tl.constexpr):
-    m = o < tl.minimum(n_cols - start, 1 << 30).to(tl.int32)
-    return tl.load(p + start + o, mask=m, other=fill).to(T)
+def _base(start):
+    return tl.zeros([1], tl.int64) + start
 
 
 @triton.jit
-def _store_chunk(p, start, n_cols, o, value):
-    m = o < tl.minimum(n_cols - start, 1 << 30).to(tl.int32)
-    tl.store(p + start + o, value, mask=m)
-
-
-@triton.jit
-def _write_chunk(b_p, b_x, p_v, p_out, start, n_cols, o, GATE: tl.constexpr, T: tl.constexpr):
-    if GATE == 1:
-        b_p = _gated(b_p, _load_chunk(p_v, start, n_cols, o, T, 0.0))
-    if GATE == 2:
-        b_p = _gated(b_p, b_x)
-    _store_chunk(p_out, start, n_cols, o, b_p)
-
-
-@triton.jit
-def _row_pass(p_x, p_v, p_out, n_cols, line, a, flags, order,
-              GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _row_pass(p_x, p_v, p_out, n_cols, line, a, flags, order, GATE: tl.constexpr,
+              T: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """One program's part of a pass over a long row; writes the mask on the way if asked to.
 
     flags are (write, near, counting, soft); order is (first chunk, chunks, step, one chunk in so
@@ -267,34 +247,39 @@ def _row_pass(p_x, p_v, p_out, n_cols, line, a, flags, order,
     """
     write, near, counting, soft = flags
     first, chunks, stride, skip, reverse = order
-    o = _offsets(U, C)
-    sums, part = _zero8(C, tl.float64), _zero8(C, T)
-    zero = tl.zeros([1, C // 4], tl.float64)
+    sums, part = _zero8(L, tl.float64), _zero8(L, T)
+    zero = tl.zeros([1, L], tl.float64)
     spread, eligible, bad = zero, zero, zero
-    below = tl.full([1, C // 4], -INF, T)
+    below = tl.full([1, L], -INF, T)
     above, gap = below, below
     held = 0
     for i in range(first, chunks, stride):
-        start = (tl.where(reverse, chunks - 1 - i, i) * skip + skip // 2).to(tl.int64) * (U * C)
-        b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
-        part = plus(part, _fold8(lane_sums(b_x, line, T), C))
+        chunk = tl.where(reverse, chunks - 1 - i, i) * skip + skip // 2
+        start = chunk.to(tl.int64) * (TILES * 4 * L)
+        base, room = _base(start), _room(start, n_cols)
+        b_xs = _load_tiles(p_x, base, room, T, -INF, L, TILES)
+        for j in tl.static_range(TILES):
+            part = plus(part, lane_sums(b_xs[j], line, T))
+            if write:
+                b_p = soft_mask(b_xs[j], line, T)
+                _write_tile(b_p, b_xs[j], p_v, p_out, base, room, j, GATE, T, L)
         held += 1
         if held == FLUSH:
             sums = plus(sums, _wide8(part))
-            part = _zero8(C, T)
+            part = _zero8(L, T)
             held = 0
         if near:
-            close = lane_near(b_x, line)
-            below = tl.maximum(below, _crest(close[0], C))
-            above = tl.maximum(above, _crest(close[1], C))
-            gap = tl.maximum(gap, _crest(close[2], C))
+            for j in tl.static_range(TILES):
+                close = lane_near(b_xs[j], line)
+                below = tl.maximum(below, close[0])
+                above, gap = tl.maximum(above, close[1]), tl.maximum(gap, close[2])
         if soft:
-            spread += _fold(lane_spread(b_x, line, a, T), C).to(tl.float64)
+            for j in tl.static_range(TILES):
+                spread += lane_spread(b_xs[j], line, a, T).to(tl.float64)
         if counting:
-            eligible += _fold(tl.sum((b_x > -INF).to(tl.float32), 1), C).to(tl.float64)
-            bad += _fold(tl.sum(((b_x < INF) == 0).to(tl.float32), 1), C).to(tl.float64)
-        if write:
-            _write_chunk(soft_mask(b_x, line, T), b_x, p_v, p_out, start, n_cols, o, GATE, T)
+            for j in tl.static_range(TILES):
+                eligible += tl.sum((b_xs[j] > -INF).to(tl.float32), 1).to(tl.float64)
+                bad += tl.sum(((b_xs[j] < INF) == 0).to(tl.float32), 1).to(tl.float64)
     sums = tl.reduce(plus(sums, _wide8(part)), 1, add8)
     rest = tl.zeros([1], tl.float64)
     low, high, hole = rest, rest, rest
@@ -307,25 +292,26 @@ def _row_pass(p_x, p_v, p_out, n_cols, line, a, flags, order,
 
 
 @triton.jit
-def _row_stats(p_x, n_cols, mean, first, chunks, stride,
-               T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _row_stats(p_x, n_cols, mean, first, chunks, stride, T: tl.constexpr, L: tl.constexpr,
+               TILES: tl.constexpr):  # fmt: skip
     """One program's count, broken scores, sums of x and |x - mean| over n, and extremes."""
-    o = _offsets(U, C)
-    zero = tl.zeros([1, C // 4], tl.float64)
+    zero = tl.zeros([1, L], tl.float64)
     eligible, bad, total, away = zero, zero, zero, zero
-    low = tl.full([1, C // 4], -INF, T)
+    low = tl.full([1, L], -INF, T)
     high = low
     share = (1.0 / n_cols).to(T)
     for i in range(first, chunks, stride):
-        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
-        m_ok = b_x > -INF
-        far = tl.abs(b_x - mean.to(T)[:, None, None])
-        eligible += _fold(tl.sum(m_ok.to(tl.float32), 1), C).to(tl.float64)
-        bad += _fold(tl.sum(((b_x < INF) == 0).to(tl.float32), 1), C).to(tl.float64)
-        total += _fold(tl.sum(tl.where(m_ok, b_x * share, 0.0), 1), C).to(tl.float64)
-        away += _fold(tl.sum(tl.where(m_ok, far * share, 0.0), 1), C).to(tl.float64)
-        low = tl.maximum(low, _crest(tl.max(tl.where(m_ok, -b_x, -INF), 1), C))
-        high = tl.maximum(high, _crest(tl.max(tl.where(m_ok, b_x, -INF), 1), C))
+        start = i * (TILES * 4 * L)
+        b_xs = _load_tiles(p_x, _base(start), _room(start, n_cols), T, -INF, L, TILES)
+        for j in tl.static_range(TILES):
+            b_x, m_ok = b_xs[j], b_xs[j] > -INF
+            far = tl.abs(b_x - mean.to(T)[:, None, None])
+            eligible += tl.sum(m_ok.to(tl.float32), 1).to(tl.float64)
+            bad += tl.sum(((b_x < INF) == 0).to(tl.float32), 1).to(tl.float64)
+            total += tl.sum(tl.where(m_ok, b_x * share, 0.0), 1).to(tl.float64)
+            away += tl.sum(tl.where(m_ok, far * share, 0.0), 1).to(tl.float64)
+            low = tl.maximum(low, tl.max(tl.where(m_ok, -b_x, -INF), 1))
+            high = tl.maximum(high, tl.max(tl.where(m_ok, b_x, -INF), 1))
     none = tl.zeros([1], tl.float64)
     return (
         tl.sum(eligible, 1), tl.sum(bad, 1), tl.sum(total, 1), tl.sum(away, 1),
@@ -335,12 +321,21 @@ def _row_stats(p_x, n_cols, mean, first, chunks, stride,
 
 
 @triton.jit
-def _load_sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):
+def _sample_tile(p_x, n_cols, j: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
+                 TILES: tl.constexpr):  # fmt: skip
     """Short runs of scores, evenly over the row."""
-    o = _offsets(U, C).to(tl.int64)
-    stride = tl.maximum(n_cols // (U * C // RUN), RUN)
+    o = (_offsets(L) + j * 4 * L).to(tl.int64)
+    stride = tl.maximum(n_cols // (TILES * 4 * L // RUN), RUN)
     o = o // RUN * stride + o % RUN
     return tl.load(p_x + o, mask=o < n_cols, other=-INF).to(T)
+
+
+@triton.jit
+def _load_sample(p_x, n_cols, T: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr):
+    tiles = (_sample_tile(p_x, n_cols, 0, T, L, TILES),)
+    for j in tl.static_range(1, TILES):
+        tiles = tiles + (_sample_tile(p_x, n_cols, j, T, L, TILES),)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit
@@ -350,49 +345,51 @@ def _from_sample(b_s, stats, k, hardness, live, FIXED: tl.constexpr, T: tl.const
     target = part_aim(hardness, k, n, FIXED)
     at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
     at, _, _, _, _ = solve_tiles(
-        (b_s,), live, at, pose(n, k, target, hardness), (ROUGH, ROUGH), FIXED, T
+        b_s, live, at, pose(n, k, target, hardness), (ROUGH, ROUGH), FIXED, T
     )
-    below, above, _ = tiles_near((b_s,), affine(at[0], at[1], at[3], T))
+    below, above, _ = tiles_near(b_s, affine(at[0], at[1], at[3], T))
     spacing = tl.log(above - below)
     tau = tl.where((spacing > -INF) & (spacing < INF), tl.maximum(at[2], spacing), at[2])
     return begin(at[0], at[1], tau)
 
 
 @triton.jit
-def _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order,
-              GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order, GATE: tl.constexpr,
+              T: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Write one program's part of a row that is not hard."""
     first, chunks, stride, reverse = order
-    o = _offsets(U, C)
     soft = is_soft(status)[:, None, None]
     for i in range(first, chunks, stride):
-        start = tl.where(reverse, chunks - 1 - i, i).to(tl.int64) * (U * C)
-        b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
-        b_p = tl.where(soft, soft_mask(b_x, line, T), flat_mask(b_x, level, status, T))
-        _write_chunk(b_p, b_x, p_v, p_out, start, n_cols, o, GATE, T)
+        start = tl.where(reverse, chunks - 1 - i, i).to(tl.int64) * (TILES * 4 * L)
+        base, room = _base(start), _room(start, n_cols)
+        b_xs = _load_tiles(p_x, base, room, T, -INF, L, TILES)
+        for j in tl.static_range(TILES):
+            b_flat = flat_mask(b_xs[j], level, status, T)
+            b_p = tl.where(soft, soft_mask(b_xs[j], line, T), b_flat)
+            _write_tile(b_p, b_xs[j], p_v, p_out, base, room, j, GATE, T, L)
 
 
 @triton.jit
-def _count_above(p_x, n_cols, scores, first, last,
-                 T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _count_row(p_x, n_cols, scores, first, last, T: tl.constexpr, L: tl.constexpr,
+               TILES: tl.constexpr):  # fmt: skip
     """How many of one program's scores reach each of three, and how many equal the first."""
-    o = _offsets(U, C)
     none = tl.zeros([1], tl.float64)
     c0, c1, c2, same = none, none, none, none
     for i in range(first, last):
-        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
-        c0 += count(b_x >= scores[0][:, None, None])
-        c1 += count(b_x >= scores[1][:, None, None])
-        c2 += count(b_x >= scores[2][:, None, None])
-        same += count(b_x == scores[0][:, None, None])
+        start = i * (TILES * 4 * L)
+        b_xs = _load_tiles(p_x, _base(start), _room(start, n_cols), T, -INF, L, TILES)
+        c0 += count(b_xs, scores[0], "reach")
+        c1 += count(b_xs, scores[1], "reach")
+        c2 += count(b_xs, scores[2], "reach")
+        same += count(b_xs, scores[0], "equal")
     return c0, c1, c2, same, none, none, none, none, none, none, none, none, none, none, none
 
 
 @triton.jit
-def _ties_before(team, column: tl.constexpr, LANES: tl.constexpr):
+def _ties_before(team, column: tl.constexpr, LINES: tl.constexpr):
     """The ties of the programs before this one, from the lines of the last meeting."""
     p_lines, _, size, me, meetings = team
-    o = tl.arange(0, LANES)
+    o = tl.arange(0, LINES)
     p_here = p_lines + ((meetings - 1) % 2) * size * COLUMNS + column
     ties = tl.load(p_here + o * COLUMNS, mask=o < me, other=0.0, cache_modifier=".cg")
     return tl.sum(ties[None, :], 1)
@@ -400,11 +397,12 @@ def _ties_before(team, column: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _hard_row(p_x, p_v, p_out, n_cols, k, team, GATE: tl.constexpr, T: tl.constexpr,
-              U: tl.constexpr, C: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+              L: tl.constexpr, TILES: tl.constexpr, TEAM: tl.constexpr,
+              LINES: tl.constexpr):  # fmt: skip
     """Select by the bits of the order, two per pass, and write the row."""
     p_lines, p_count, size, me, meetings = team
     # Contiguous parts, so that ties are counted in the order of their index.
-    chunks = tl.cdiv(n_cols, U * C)
+    chunks = tl.cdiv(n_cols, TILES * 4 * L)
     part = tl.cdiv(chunks, size)
     first, last = me * part, tl.minimum(chunks, me * part + part)
     rank = tl.ceil(k)
@@ -414,27 +412,30 @@ def _hard_row(p_x, p_v, p_out, n_cols, k, team, GATE: tl.constexpr, T: tl.conste
         half = bit >> 1
         trials = (cut | half, cut | bit, cut | bit | half)
         scores = (score_at(trials[0], T), score_at(trials[1], T), score_at(trials[2], T))
-        counts = _count_above(p_x, n_cols, scores, first, last, T, U, C)
-        total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        counts = _count_row(p_x, n_cols, scores, first, last, T, L, TILES)
+        total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LINES)
         meetings += 1
         cut = tl.where(total[0] >= rank, trials[0], cut)
         cut = tl.where(total[1] >= rank, trials[1], cut)
         cut = tl.where(total[2] >= rank, trials[2], cut)
         bit = bit >> 2
     threshold = tl.where(k > 0, score_at(cut, T), INF)
-    counts = _count_above(p_x, n_cols, (threshold, threshold, threshold), first, last, T, U, C)
-    total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+    scores = (threshold, threshold, threshold)
+    counts = _count_row(p_x, n_cols, scores, first, last, T, L, TILES)
+    total = _meet(counts, (p_lines, p_count, size, me, meetings), TEAM, LINES)
     meetings += 1
     threshold = threshold.to(tl.float64)
     share = tl.where(k > 0, k - (total[0] - total[3]), 0.0)
     left = share
     if TEAM:
-        left = share - _ties_before((p_lines, p_count, size, me, meetings), 3, LANES)
-    o = _offsets(U, C)
+        left = share - _ties_before((p_lines, p_count, size, me, meetings), 3, LINES)
     for i in range(first, last):
-        b_x = _load_chunk(p_x, i * (U * C), n_cols, o, T, -INF)
-        b_p, left = hard_mask(b_x, threshold, left, T)
-        _write_chunk(b_p, b_x, p_v, p_out, i * (U * C), n_cols, o, GATE, T)
+        start = i * (TILES * 4 * L)
+        base, room = _base(start), _room(start, n_cols)
+        b_xs = _load_tiles(p_x, base, room, T, -INF, L, TILES)
+        for j in tl.static_range(TILES):
+            b_p, left = hard_mask(b_xs[j], threshold, left, T)
+            _write_tile(b_p, b_xs[j], p_v, p_out, base, room, j, GATE, T, L)
     return threshold, share
 
 
@@ -442,8 +443,8 @@ def _hard_row(p_x, p_v, p_out, n_cols, k, team, GATE: tl.constexpr, T: tl.conste
 def long_solve(
     p_r, p_v, p_out, p_k, p_hardness, p_state, p_info, p_lines, p_count, n_cols, size, s_k,
     s_hardness, mass_tol, hardness_tol,
-    GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr, C: tl.constexpr,
-    SAMPLE: tl.constexpr, COARSE: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr,
+    GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr,
+    SAMPLE: tl.constexpr, COARSE: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Solve long rows, each by `size` programs. The way to an answer: a sample in registers, one
     chunk in COARSE where that is worth a pass, then the whole row; the pass that should be the last
@@ -460,15 +461,15 @@ def long_solve(
     hardness = tl.load(p_hardness + o_row * s_hardness)
     target = aim(hardness, FIXED)
     n_all = tl.zeros([1], tl.float64) + n_cols
-    chunks = tl.cdiv(n_cols, U * C).to(tl.int64)
-    few = ((n_cols // (U * C)) // COARSE).to(tl.int64)
+    chunks = tl.cdiv(n_cols, TILES * 4 * L).to(tl.int64)
+    few = ((n_cols // (TILES * 4 * L)) // COARSE).to(tl.int64)
     meetings, counted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     one = tl.full([], 1, tl.int64)
 
-    b_s = _load_sample(p_x, n_cols, T, SAMPLE, C)
-    n_s, bad_s, low, high, mean, width = tiles_stats((b_s,), T)
+    b_s = _load_sample(p_x, n_cols, T, L, SAMPLE)
+    n_s, bad_s, low, high, mean, width = tiles_stats(b_s, T)
     # A handful on each side of the barrier: fewer say nothing about the temperature.
-    k_s = k * tl.minimum(1.0 * (SAMPLE * C) / n_all, 1.0)
+    k_s = k * tl.minimum(1.0 * (SAMPLE * 4 * L) / n_all, 1.0)
     k_s = tl.minimum(tl.maximum(k_s, FEW), n_s - FEW)
     quick = (classify(n_all, bad_s, low >= high, k, hardness, FIXED) == STALLED) & (k_s > 0)
     status = tl.full([1], STALLED, tl.int32)
@@ -477,16 +478,16 @@ def long_solve(
         at = _from_sample(
             b_s, (n_s, low, high, mean, width), k_s, hardness, quick.to(tl.int32), FIXED, T
         )
-        share = tl.max(tl.minimum(k, n_all - k) / n_all, 0) * (few * (U * C))
+        share = tl.max(tl.minimum(k, n_all - k) / n_all, 0) * (few * (TILES * 4 * L))
         skip = tl.where(share > 16 * FEW, one * COARSE, one)
     else:
-        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, U, C)
-        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, L, TILES)
+        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LINES)
         n, low, high = total[0], -total[12], total[13]
         status = classify(n, total[1] > 0, low >= high, k, hardness, FIXED)
         mean = tl.minimum(tl.maximum(total[2] * (n_all / n), low), high)
-        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, U, C)
-        total = _meet(total, (p_lines, p_count, size, me, meetings + 1), TEAM, LANES)
+        total = _row_stats(p_x, n_cols, mean, me, chunks, size, T, L, TILES)
+        total = _meet(total, (p_lines, p_count, size, me, meetings + 1), TEAM, LINES)
         width = total[3] * (n_all / n)
         at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
         meetings += 2
@@ -500,13 +501,13 @@ def long_solve(
     while tl.max(running, 0) > 0:
         whole = skip == 1
         counting = (counted == 0) | (skip > 1)
-        k_pass = tl.where(whole, k, k * ((few * (U * C)).to(tl.float64) / n_all))
+        k_pass = tl.where(whole, k, k * ((few * (TILES * 4 * L)).to(tl.float64) / n_all))
         goal = tl.where(whole, target, part_aim(hardness, k_pass, n_all, FIXED))
         flags = (write > 0, near > 0, counting, any_of(hardness < SOFT) & (FIXED == 0))
         order = (me, tl.where(whole, chunks, few), size, skip, (meetings & 1) > 0)
         line = affine(at[0], at[1], at[3], T)
-        total = _row_pass(p_x, p_v, p_out, n_cols, line, k / n, flags, order, GATE, T, U, C)
-        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LANES)
+        total = _row_pass(p_x, p_v, p_out, n_cols, line, k / n, flags, order, GATE, T, L, TILES)
+        total = _meet(total, (p_lines, p_count, size, me, meetings), TEAM, LINES)
         meetings += 1
         sums = (
             total[0], total[1], total[2], total[3], total[4], total[5], total[6], total[7],
@@ -552,13 +553,13 @@ def long_solve(
     if any_of(status == HARD):
         threshold, share = _hard_row(
             p_x, p_v, p_out, n_cols, k, (p_lines, p_count, size, me, meetings),
-            GATE, T, U, C, TEAM, LANES,
+            GATE, T, L, TILES, TEAM, LINES,
         )  # fmt: skip
     else:
         if (written == 0) | (any_of(is_soft(status)) == 0):
             order = (me, chunks, size, (meetings & 1) > 0)
             line = affine(at[0], at[1], at[3], T)
-            _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order, GATE, T, U, C)
+            _fill_row(p_x, p_v, p_out, n_cols, line, level, status, order, GATE, T, L, TILES)
     point = settle(at, T)
     if FIXED:
         point = (point[0], point[1], tl.where(at[2] == target, hardness, point[2]))
@@ -670,16 +671,17 @@ def rows_vjp(
     p_r, p_v, p_g, p_dr, p_dv, p_k, p_hardness, p_state, p_info, p_gstate, p_dk, p_dh, rows,
     n_cols, s_k, s_hardness,
     GATE: tl.constexpr, FIXED: tl.constexpr, HAS_STATE: tl.constexpr, T: tl.constexpr,
-    ROWS: tl.constexpr, U: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of rows on chip."""
     o_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < rows
-    b_xs = _load_tiles(p_r, o_rows, m_rows, n_cols, T, -INF, U, C, TILES)
-    b_gs = _load_tiles(p_g, o_rows, m_rows, n_cols, T, 0.0, U, C, TILES)
+    base, room = o_rows * n_cols, tl.where(m_rows, n_cols, 0)
+    b_xs = _load_tiles(p_r, base, room, T, -INF, L, TILES)
+    b_gs = _load_tiles(p_g, base, room, T, 0.0, L, TILES)
     b_vs = b_xs
     if GATE == 1:
-        b_vs = _load_tiles(p_v, o_rows, m_rows, n_cols, T, 0.0, U, C, TILES)
+        b_vs = _load_tiles(p_v, base, room, T, 0.0, L, TILES)
     k = tl.load(p_k + o_rows * s_k, mask=m_rows, other=0.0)
     hardness = tl.load(p_hardness + o_rows * s_hardness, mask=m_rows, other=0.0)
     status, point, means, pull, flat = _load_state(
@@ -704,44 +706,41 @@ def rows_vjp(
             b_xs[j], b_gs[j], b_e, b_hard, line, point[2], (c0, c1), status, flat[2], GATE, T
         )
         if GATE == 1:
-            _store_tile(p_dv, o_rows, m_rows, n_cols, b_direct, j, U, C)
-        _store_tile(p_dr, o_rows, m_rows, n_cols, b_d, j, U, C)
+            _store_tile(p_dv, base, room, b_direct, j, L)
+        _store_tile(p_dr, base, room, b_d, j, L)
     tl.store(p_dk + o_rows, dk, mask=m_rows)
     tl.store(p_dh + o_rows, dh, mask=m_rows)
 
 
 @triton.jit
-def _load_grad_chunk(p_x, p_v, p_g, start, n_cols, o, GATE: tl.constexpr, T: tl.constexpr):
-    b_x = _load_chunk(p_x, start, n_cols, o, T, -INF)
-    b_g = _load_chunk(p_g, start, n_cols, o, T, 0.0)
-    b_v = b_x
-    if GATE == 1:
-        b_v = _load_chunk(p_v, start, n_cols, o, T, 0.0)
-    return b_x, b_g, _upstream(b_x, b_g, b_v, GATE)
-
-
-@triton.jit
 def _row_grad_sums(p_x, p_v, p_g, n_cols, line, means, hard, order, GATE: tl.constexpr,
-                   T: tl.constexpr, U: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                   T: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """One program's part of the sums of the gradient, and its ties where the row is hard.
 
     hard is (whether it is, its threshold); order is (first chunk, end, step).
     """
-    o = _offsets(U, C)
-    sums, part = _zero8(C, tl.float64), _zero8(C, T)
+    sums, part = _zero8(L, tl.float64), _zero8(L, T)
     none = tl.zeros([1], tl.float64)
     ties = none
     held = 0
     for i in range(order[0], order[1], order[2]):
-        b_x, _, b_e = _load_grad_chunk(p_x, p_v, p_g, i * (U * C), n_cols, o, GATE, T)
-        part = plus(part, _fold8(_grad_lanes(b_x, b_e, line, means, T), C))
+        start = i * (TILES * 4 * L)
+        base, room = _base(start), _room(start, n_cols)
+        b_xs = _load_tiles(p_x, base, room, T, -INF, L, TILES)
+        b_gs = _load_tiles(p_g, base, room, T, 0.0, L, TILES)
+        b_vs = b_xs
+        if GATE == 1:
+            b_vs = _load_tiles(p_v, base, room, T, 0.0, L, TILES)
+        for j in tl.static_range(TILES):
+            b_e = _upstream(b_xs[j], b_gs[j], b_vs[j], GATE)
+            part = plus(part, _grad_lanes(b_xs[j], b_e, line, means, T))
         held += 1
         if held == FLUSH:
             sums = plus(sums, _wide8(part))
-            part = _zero8(C, T)
+            part = _zero8(L, T)
             held = 0
         if hard[0]:
-            ties += count(b_x == hard[1].to(T)[:, None, None])
+            ties += count(b_xs, hard[1].to(T), "equal")
     sums = tl.reduce(plus(sums, _wide8(part)), 1, add8)
     return (
         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7], ties,
@@ -754,7 +753,7 @@ def long_vjp(
     p_r, p_v, p_g, p_dr, p_dv, p_k, p_hardness, p_state, p_info, p_gstate, p_dk, p_dh, p_lines,
     p_count, n_cols, size, s_k, s_hardness,
     GATE: tl.constexpr, FIXED: tl.constexpr, HAS_STATE: tl.constexpr, T: tl.constexpr,
-    U: tl.constexpr, C: tl.constexpr, TEAM: tl.constexpr, LANES: tl.constexpr,
+    L: tl.constexpr, TILES: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of long rows in two passes: its sums, then, from the end, the gradient."""
     pid = tl.program_id(0).to(tl.int64)
@@ -771,16 +770,16 @@ def long_vjp(
     )
     hard = any_of(status == HARD) & (GATE > 0)
     # A hard row is cut into contiguous parts, so that ties keep the order of their index.
-    chunks = tl.cdiv(n_cols, U * C).to(tl.int64)
+    chunks = tl.cdiv(n_cols, TILES * 4 * L).to(tl.int64)
     part = tl.cdiv(chunks, size)
     first = tl.where(hard, me * part, me)
     last = tl.where(hard, tl.minimum(chunks, me * part + part), chunks)
     stride = tl.where(hard, 1, size)
     line = affine(point[0], point[1], point[2], T)
     total = _row_grad_sums(
-        p_x, p_v, p_g, n_cols, line, means, (hard, flat[0]), (first, last, stride), GATE, T, U, C
+        p_x, p_v, p_g, n_cols, line, means, (hard, flat[0]), (first, last, stride), GATE, T, L, TILES
     )
-    total = _meet(total, (p_lines, p_count, size, me, 0), TEAM, LANES)
+    total = _meet(total, (p_lines, p_count, size, me, 0), TEAM, LINES)
     sums = (
         total[0], total[1], total[2], total[3], total[4], total[5], total[6], total[7],
     )  # fmt: skip
@@ -789,19 +788,25 @@ def long_vjp(
     if TEAM:
         left = left - _ties_before((p_lines, p_count, size, me, 1), 8, LANES)
 
-    o = _offsets(U, C)
     for i in range(first, last, stride):
-        start = tl.where(hard, i, chunks - 1 - i).to(tl.int64) * (U * C)
-        b_x, b_g, b_e = _load_grad_chunk(p_x, p_v, p_g, start, n_cols, o, GATE, T)
-        b_hard = b_g
-        if hard:
-            b_hard, left = hard_mask(b_x, flat[0], left, T)
-        b_d, b_direct = _grad_tile(
-            b_x, b_g, b_e, b_hard, line, point[2], (c0, c1), status, flat[2], GATE, T
-        )
+        start = tl.where(hard, i, chunks - 1 - i).to(tl.int64) * (TILES * 4 * L)
+        base, room = _base(start), _room(start, n_cols)
+        b_xs = _load_tiles(p_x, base, room, T, -INF, L, TILES)
+        b_gs = _load_tiles(p_g, base, room, T, 0.0, L, TILES)
+        b_vs = b_xs
         if GATE == 1:
-            _store_chunk(p_dv, start, n_cols, o, b_direct)
-        _store_chunk(p_dr, start, n_cols, o, b_d)
+            b_vs = _load_tiles(p_v, base, room, T, 0.0, L, TILES)
+        for j in tl.static_range(TILES):
+            b_hard = b_gs[j]
+            if hard:
+                b_hard, left = hard_mask(b_xs[j], flat[0], left, T)
+            b_e = _upstream(b_xs[j], b_gs[j], b_vs[j], GATE)
+            b_d, b_direct = _grad_tile(
+                b_xs[j], b_gs[j], b_e, b_hard, line, point[2], (c0, c1), status, flat[2], GATE, T
+            )
+            if GATE == 1:
+                _store_tile(p_dv, base, room, b_direct, j, L)
+            _store_tile(p_dr, base, room, b_d, j, L)
     m_first = o_row - row + me == 0
     tl.store(p_dk + o_row, dk, mask=m_first)
     tl.store(p_dh + o_row, dh, mask=m_first)

@@ -2,10 +2,10 @@
 # Triton compiles these functions from their source: their arguments have no Python types.
 """The two-equation solver in Triton, for tiles of rows. ``reference`` explains the mathematics.
 
-Scores are tiles ``[ROWS, U, C]``: score ``u C + c`` of each row, so that a thread keeps several scores
-of one row in registers and sums over U without talking to its neighbours. A row on chip is a tuple of
-such tiles, worked on one after the other to bound the registers in use. What belongs to a row is a
-vector ``[ROWS]``: the point in float64, Newton's ratios in the type ``T`` of the scores.
+Scores are tiles ``[ROWS, 4, LANES]``: a thread has four neighbouring scores of one row, and sums them
+without talking to other threads. A row, or a chunk of one, is a tuple of such tiles, worked on one
+after the other to bound the registers in use. What belongs to a row is a vector ``[ROWS]``: the point
+in float64, Newton's ratios in the type ``T`` of the scores.
 
 The exponent is kept in base two: ``y = z log2(e)`` and ``e = 2^-|y| = 2q``.
 """
@@ -64,10 +64,11 @@ def lane_sums(b_x, line, T: tl.constexpr):
     b_y = scaled(b_x, line)
     w = tl.minimum(tl.abs(b_y), _max_y(T))
     e = tl.exp2(-w)
-    m_hi = b_y > 0
-    lo, hi = tl.where(m_hi, 0.0, e), tl.where(m_hi, e, 0.0)
+    above = tl.where(b_y > 0, 1.0, 0.0).to(T)
+    hi = e * above
+    lo = e - hi
     return (
-        tl.sum(tl.where(m_hi, 1.0, 0.0).to(T), 1),
+        tl.sum(above, 1),
         tl.sum(lo, 1),
         tl.sum(hi, 1),
         tl.sum(lo * w, 1),
@@ -100,8 +101,12 @@ def _max3(a0, a1, a2, b0, b1, b2):
 @triton.jit
 def lane_spread(b_x, line, a, T: tl.constexpr):
     """sum (p - a)^2 per lane, without cancellation where p is close to a."""
-    p = soft_mask(b_x, line, T)
-    d = tl.where(b_x > -INF, p - a.to(T)[:, None, None], 0.0)
+    pivot, rate, c = line
+    # -y rather than y: shared with the other sums, a whole row of y would stay in registers.
+    b_y = (pivot[:, None, None] - b_x) * rate[:, None, None] + c[:, None, None]
+    q = 0.5 * tl.exp2(-tl.minimum(tl.abs(b_y), _max_y(T)))
+    d = tl.where(b_y < 0, 1.0 - q, q) - a.to(T)[:, None, None]
+    d = tl.where(b_x > -INF, d, 0.0)
     return tl.sum(d * d, 1)
 
 
@@ -109,8 +114,10 @@ def lane_spread(b_x, line, a, T: tl.constexpr):
 def lane_near(b_x, line):
     """Per lane: the nearest score below the barrier, and minus the nearest above it and minus the
     distance from the pivot to another score."""
-    m_hi = scaled(b_x, line) > 0
-    far = tl.abs(b_x - line[0][:, None, None])
+    pivot, rate, c = line
+    b_d = pivot[:, None, None] - b_x
+    m_hi = b_d * rate[:, None, None] + c[:, None, None] < 0
+    far = tl.abs(b_d)
     return (
         tl.max(tl.where(m_hi, -INF, b_x), 1),
         tl.max(tl.where(m_hi, -b_x, -INF), 1),
@@ -505,18 +512,23 @@ def score_at(key, T: tl.constexpr):
 
 
 @triton.jit
-def count(m):
-    """How many in each row of a tile."""
-    return tl.sum(tl.sum(m.to(tl.int32), 1), 1).to(tl.float64)
+def _compare(b_x, cut, HOW: tl.constexpr):
+    if HOW == "equal":
+        m = b_x == cut
+    elif HOW == "above":
+        m = b_x > cut
+    else:
+        m = b_x >= cut
+    return tl.sum(m.to(tl.int32), 1)
 
 
 @triton.jit
-def _count_reach(b_xs, score, STRICT: tl.constexpr):
-    total = tl.zeros_like(score).to(tl.float64)
-    for j in tl.static_range(len(b_xs)):
-        cut = score[:, None, None]
-        total += count(b_xs[j] > cut) if STRICT else count(b_xs[j] >= cut)
-    return total
+def count(b_xs, score, HOW: tl.constexpr):
+    """How many scores of each row equal one, are "above" it or "reach" it."""
+    lanes = _compare(b_xs[0], score[:, None, None], HOW)
+    for j in tl.static_range(1, len(b_xs)):
+        lanes += _compare(b_xs[j], score[:, None, None], HOW)
+    return tl.sum(lanes, 1).to(tl.float64)
 
 
 @triton.jit
@@ -527,10 +539,10 @@ def select_tiles(b_xs, k, ROWS: tl.constexpr, T: tl.constexpr):
     cut = bit ^ bit
     while tl.max(bit.to(tl.float32), 0) > 0:
         trial = cut | bit
-        cut = tl.where(_count_reach(b_xs, score_at(trial, T), False) >= rank, trial, cut)
+        cut = tl.where(count(b_xs, score_at(trial, T), "reach") >= rank, trial, cut)
         bit = bit >> 1
     threshold = tl.where(k > 0, score_at(cut, T), INF)
-    left = tl.where(k > 0, k - _count_reach(b_xs, threshold, True), 0.0)
+    left = tl.where(k > 0, k - count(b_xs, threshold, "above"), 0.0)
     return threshold.to(tl.float64), left
 
 
@@ -540,15 +552,15 @@ def hard_mask(b_x, threshold, left, T: tl.constexpr):
     in the order of their index."""
     cut = threshold.to(T)[:, None, None]
     tied = (b_x == cut).to(tl.int32)
-    per_u = tl.sum(tied, 2)
-    turn = tl.cumsum(tied, 2) + (tl.cumsum(per_u, 1) - per_u)[:, :, None]
+    per_lane = tl.sum(tied, 1)
+    turn = tl.cumsum(tied, 1) + (tl.cumsum(per_lane, 1) - per_lane)[:, None, :]
     share = tl.minimum(tl.maximum(left, 0.0), 1e9)
     full = tl.floor(share)
     rest = (share - full).to(T)[:, None, None]
     full = full.to(tl.int32)[:, None, None]
     served = tl.where(turn <= full, 1.0, tl.where(turn == full + 1, rest, 0.0))
     b_p = tl.where(b_x == cut, served, tl.where(b_x > cut, 1.0, 0.0)).to(T)
-    return b_p, left - tl.sum(per_u, 1).to(tl.float64)
+    return b_p, left - tl.sum(per_lane, 1).to(tl.float64)
 
 
 @triton.jit

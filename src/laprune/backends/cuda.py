@@ -18,26 +18,27 @@ from torch import Tensor
 from ._contract import INFO_SIZE, STATE_SIZE
 
 ON_CHIP = 16384  # longest float32 row that is kept in registers
-UNROLL = 4  # loads of four scores per thread and tile
+SAMPLE = 4096  # scores of a long row that are solved first
 COARSE = 16  # one chunk in so many is read before the whole row
 LINE = 16  # numbers a program shares with its team
 
 
 class Plan(NamedTuple):
-    """How a shape is cut: tiles [rows, unroll, columns], and the programs per row."""
+    """How a shape is cut: programs of tiles [rows, 4, lanes], several per row or chunk."""
 
     rows: int
-    unroll: int
-    columns: int
-    warps: int
-    tiles: int = 1
-    """Tiles of a row on chip."""
+    lanes: int
+    tiles: int
     team: int = 0
     """0: rows on chip; 1: each long row by one program; more: by a team that meets at barriers."""
     sample: int = 0
-    """Tiles' worth of scores in a long row's sample, in units of the columns."""
+    """Tiles in a long row's sample."""
     meet: bool = False
     """Whether a team meets at all; a team of one need not."""
+
+    @property
+    def warps(self) -> int:
+        return max(1, self.rows * self.lanes // 32)
 
 
 @functools.cache
@@ -76,23 +77,18 @@ def _power(n: int) -> int:
 
 
 def rows_plan(n: int, each: int) -> Plan:
-    """Tiles for rows on chip, with `each` scores per thread: as many rows as fill a warp, or more
-    threads per row."""
+    """Rows on chip, with `each` scores per thread: as many rows as fill a warp, or more warps."""
     width = max(4, _power(n))
     lanes = max(1, width // each)
-    threads = max(32, lanes)
-    loads = width // (4 * lanes)
-    unroll = min(loads, UNROLL)
-    return Plan(threads // lanes, unroll, 4 * lanes, threads // 32, loads // unroll)
+    return Plan(max(1, 32 // lanes), lanes, width // (4 * lanes))
 
 
-def long_plan(rows: int, n: int, processors: int, unroll: int) -> Plan:
+def long_plan(rows: int, n: int, processors: int, warps: int, tiles: int) -> Plan:
     """Enough programs per row to fill the device once."""
-    warps = 16 if rows < processors else 8
-    columns = 128 * warps
-    chunks = -(-n // (unroll * columns))
+    lanes = 32 * warps
+    chunks = -(-n // (tiles * 4 * lanes))
     team = max(1, min(processors // max(rows, 1), chunks))
-    return Plan(1, unroll, columns, warps, 1, team, max(1, 4096 // columns), team > 1)
+    return Plan(1, lanes, tiles, team, max(1, SAMPLE // (4 * lanes)), team > 1)
 
 
 def plan(scores: Tensor, backward: bool) -> Plan:
@@ -102,7 +98,7 @@ def plan(scores: Tensor, backward: bool) -> Plan:
         each = 32 if backward else 64
         return rows_plan(n, each // 2 if wide else each)
     processors = _processors(scores.device.index)
-    return long_plan(rows, n, processors, 4 if wide or backward else 8)
+    return long_plan(rows, n, processors, 16 if backward else 8, 4)
 
 
 def _work(scores: Tensor) -> Any:
@@ -163,20 +159,20 @@ def solve(
     if rows == 0:
         return out, state, info
     gate = 0 if not gated else 2 if values is None else 1
-    common = {"GATE": gate, "FIXED": fixed, "T": _work(r), "U": how.unroll, "C": how.columns}
+    common = {"GATE": gate, "FIXED": fixed, "T": _work(r), "L": how.lanes, "TILES": how.tiles}
     common |= _options(r, how)
     with _device(r):
         if how.team == 0:
             module.rows_solve[(-(-rows // how.rows),)](
                 r, v, out, k, hardness, state, info, rows, n, s_k, s_h, *_tolerance(r),
-                ROWS=how.rows, TILES=how.tiles, **common,
+                ROWS=how.rows, **common,
             )  # fmt: skip
         else:
             lines, count = _scratch(r, how)
             module.long_solve[(rows * how.team,)](
                 r, v, out, k, hardness, state, info, lines, count, n, how.team, s_k, s_h,
                 *_tolerance(r), SAMPLE=how.sample, COARSE=COARSE, TEAM=how.meet,
-                LANES=_power(how.team), **common,
+                LINES=_power(how.team), **common,
             )  # fmt: skip
     return out, state, info
 
@@ -213,17 +209,17 @@ def vjp(
         return dscores, dvalues, dk, dhardness
     gate = 0 if not gated else 2 if values is None else 1
     common = {"GATE": gate, "FIXED": fixed, "HAS_STATE": grad_state is not None, "T": _work(r)}
-    common |= {"U": how.unroll, "C": how.columns} | _options(r, how)
+    common |= {"L": how.lanes, "TILES": how.tiles} | _options(r, how)
     tensors = (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness)
     tensors += (state, info, pull, dk, dhardness)
     with _device(r):
         if how.team == 0:
             grid = (-(-rows // how.rows),)
-            module.rows_vjp[grid](*tensors, rows, n, s_k, s_h, ROWS=how.rows, TILES=how.tiles, **common)
+            module.rows_vjp[grid](*tensors, rows, n, s_k, s_h, ROWS=how.rows, **common)
         else:
             lines, count = _scratch(r, how)
             module.long_vjp[(rows * how.team,)](
                 *tensors, lines, count, n, how.team, s_k, s_h, TEAM=how.meet,
-                LANES=_power(how.team), **common,
+                LINES=_power(how.team), **common,
             )  # fmt: skip
     return dscores, dvalues, dk, dhardness

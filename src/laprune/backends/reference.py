@@ -278,8 +278,8 @@ def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool)
 def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
     """Solve one score in SAMPLE_RATIO first; its answer starts the whole row.
 
-    The sample knows the count above a barrier only to sqrt(k (1-a)): a temperature that leaves fewer
-    scores undecided is no start for the row.
+    The sample knows the count above a barrier only to sqrt(k (1-a)): a temperature that leaves
+    fewer scores undecided is no start for the row.
     """
     size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
     index = torch.arange(size, device=r.device) * r.shape[-1] // size

@@ -32,6 +32,10 @@ except ImportError:  # scikit-learn before 1.6 has it as a method
         return estimator._validate_data(X, y, **checks)
 
 
+LINEAR_PENALTY = 0.05
+"""Weight decay of the linear model. Without it a large weight makes up for a small mask: a column
+that matters need not open, and mass goes to columns whose weight is nothing."""
+
 ModelFactory = Callable[[int, int], nn.Module]
 _TARGETS = {
     "binary": "classification",
@@ -60,7 +64,7 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
     Args:
         n_features_to_select: k, or with a float in (0, 1) a fraction of the columns, rounded down
             (at least one).
-        estimator: the model behind the mask: None for a linear one, a callable
+        estimator: the model behind the mask: None for a linear one with an L2 penalty, a callable
             ``(n_features, n_outputs) -> torch.nn.Module``, or a module, which is copied.
             Classification has as many outputs as classes.
         gamma: the hardness the schedule ends with, in (0, 1).
@@ -150,7 +154,11 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
         gate = FeatureGate(data.x.shape[1], k, eligible=varying)
         model = nn.Sequential(gate, self._model(data.x.shape[1], data.outputs)).to(device)
         scheduler = GammaScheduler(gate, schedule)
-        optimiser = torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+        groups: list[dict[str, Any]] = [
+            {"params": gate.parameters()},
+            {"params": model[1].parameters(), "weight_decay": self._penalty()},
+        ]
+        optimiser = torch.optim.Adam(groups, lr=self.learning_rate)
         data = data.to(device)
         history: dict[str, list[float]] = {"gamma": [], "loss": []}
         best, best_loss = gate.scores.detach().clone(), float("inf")
@@ -200,6 +208,9 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
         if not isinstance(model, nn.Module):
             raise TypeError(f"estimator must give a torch.nn.Module, got {type(model).__name__}")
         return model
+
+    def _penalty(self) -> float:
+        return LINEAR_PENALTY if self.estimator is None else 0.0
 
     def _schedule(self) -> Schedule:
         if callable(self.schedule):

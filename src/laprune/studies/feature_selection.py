@@ -110,7 +110,7 @@ def settings(options: Options) -> list[Setting]:
 
 def _seeds(variant: Variant, options: Options) -> dict[str, range]:
     if variant.fresh:
-        return {"fresh": FRESH_SEEDS[:3] if options.quick else FRESH_SEEDS}
+        return {"fresh": FRESH_SEEDS[:2] if options.quick else FRESH_SEEDS}
     test = {"test": seeds(options, SEEDS)}
     if variant.methods != ALL:
         return test

@@ -164,9 +164,14 @@ def _l1(x: Floats, y: Labels, k: int, seed: int, quick: bool) -> Choice:
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
+    # From scikit-learn 1.8 on l1_ratio alone says it; before, penalty does.
+    new = LogisticRegression().penalty == "deprecated"
+    lasso = LogisticRegression(solver="liblinear", random_state=seed)
+    lasso.set_params(**({"l1_ratio": 1} if new else {"penalty": "l1"}))
+
     def choices() -> Iterable[Choice]:
         for c in np.geomspace(1e-3, 10, 5 if quick else 25):
-            lasso = LogisticRegression(l1_ratio=1, solver="liblinear", C=c, random_state=seed)
+            lasso.set_params(C=c)
             fitted = OneVsRestClassifier(lasso).fit(x, y)
             size = np.sum([np.abs(m.coef_[0]) for m in fitted.estimators_], axis=0)
             yield Choice(size, int((size > 0).sum()))
@@ -353,9 +358,9 @@ def _report(records: list[Record], names: list[str], methods: list[str], folder:
         "# The selector beside others",
         "Test accuracy of a logistic regression and of a random forest fitted on the k selected "
         "columns, mean ± sample standard deviation over splits. Seconds are of the selection "
-        "alone, on one thread of a CPU that other work shared. `kept` is how many columns the method "
-        "itself kept: where that is not k, the k most important are scored. `rank` is by the "
-        "better of the two accuracies.",
+        "alone, on one thread of a CPU that other work shared. `kept` is how many columns the "
+        "method itself kept: where that is not k, the k most important are scored. `rank` is by "
+        "the better of the two accuracies.",
     ]
     for name in names:
         best = {m: max(_mean(records, name, m, key).mean for key in _JUDGES) for m in methods}
