@@ -179,4 +179,4 @@ def test_a_study_runs_resumes_and_is_drawn_from_its_records(module: object, tmp_
     assert {p.suffix for p in paths} == {".svg", ".png", ".md"}
     assert all(p.stat().st_size > 200 for p in paths)
     assert "nan" not in next(p for p in paths if p.suffix == ".md").read_text()
-    assert STUDIES[study.name] == study.name
+    assert study.name in STUDIES

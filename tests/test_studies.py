@@ -51,7 +51,7 @@ def test_study_runs_resumes_and_draws(
 
     for x in drawn:
         (tmp_path / x).unlink()
-    module = importlib.import_module(f"laprune.studies.{cli.STUDIES[name]}")
+    module = importlib.import_module(f"laprune.studies.{name}")
 
     def refuse(*_: object) -> dict[str, float]:
         raise AssertionError("measured again")

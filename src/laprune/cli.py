@@ -21,20 +21,20 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-STUDIES = {
-    "hardness_path": "hardness_path",
-    "discretised": "discretised",
-    "worst_case_floor": "worst_case_floor",
-    "mean_field_agreement": "mean_field_agreement",
-    "eps_sensitivity": "eps_sensitivity",
-    "budget_drift": "budget_drift",
-    "solver_diagnostic": "solver_diagnostic",
-    "million_rows": "million_rows",
-    "feature_selection": "feature_selection",
-    "feature_budget": "feature_budget",
-    "selector_comparison": "selector_comparison",
-}
-"""Name of each table or figure, and the module of `laprune.studies` that makes it."""
+STUDIES = (
+    "hardness_path",
+    "discretised",
+    "worst_case_floor",
+    "mean_field_agreement",
+    "eps_sensitivity",
+    "budget_drift",
+    "solver_diagnostic",
+    "million_rows",
+    "feature_selection",
+    "feature_budget",
+    "selector_comparison",
+)
+"""The tables and figures, by the names of their modules in `laprune.studies`."""
 
 Results = Annotated[Path, typer.Option(help="Where records, figures and tables are kept.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
@@ -131,14 +131,14 @@ def reproduce(
     from .studies.lab import Options, console, run
 
     if list_:
-        for name, module in STUDIES.items():
-            console.print(f"{name:24} {_study(module).about}")
+        for name in STUDIES:
+            console.print(f"{name:24} {_study(name).about}")
         return
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
     options = Options(device=_device(device), seeds=seeds, quick=quick, data=data)
     for name in names or STUDIES:
-        study = _study(STUDIES[name])
+        study = _study(name)
         records = run(study, options, results)
         console.print("written:", *map(str, study.draw(records, results)))

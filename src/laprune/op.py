@@ -8,6 +8,7 @@ reference.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -181,6 +182,11 @@ class Vjp(torch.autograd.Function):
         empty = flat[3] is None
         dims = (0, None if empty else 0, 0, 0)
         return (unflatten(ds), dv if empty else unflatten(dv), unflatten(dk), unflatten(dh)), dims
+
+
+# torch asks for the signature of forward at every call; kept here, it is not worked out each time.
+for _function in (TopK, Vjp):
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
 
 
 def _formula(ctx: Any) -> tuple[Any, tuple[Tensor | None, ...]]:

@@ -57,12 +57,12 @@ from ._triton_solver import (
     solve_tiles,
     step,
     store_row,
-    tiles_near,
     tiles_stats,
     top_bit,
+    warmest,
 )
 
-FEW = tl.constexpr(4)  # scores on each side of the barrier that a sample should have
+FEW = tl.constexpr(9)  # scores on each side of the barrier that a sample should have
 RUN = tl.constexpr(8)  # neighbouring scores in a sample: one sector of memory
 COLUMNS = tl.constexpr(16)  # of a program's line of sums: 0 to 11 are added, the rest are maxima
 SUMS = tl.constexpr(12)
@@ -339,17 +339,14 @@ def _load_sample(p_x, n_cols, T: tl.constexpr, L: tl.constexpr, TILES: tl.conste
 
 
 @triton.jit
-def _from_sample(b_s, stats, k, hardness, live, FIXED: tl.constexpr, T: tl.constexpr):
+def _from_sample(b_s, stats, k, hardness, target, live, FIXED: tl.constexpr, T: tl.constexpr):
     """Solve a sample, roughly: its answer starts the whole row."""
     n, low, high, mean, width = stats
-    target = part_aim(hardness, k, n, FIXED)
-    at = diffuse_start(n, k, target, mean, width, low, high, FIXED, T)
-    at, _, _, _, _ = solve_tiles(
-        b_s, live, at, pose(n, k, target, hardness), (ROUGH, ROUGH), FIXED, T
-    )
-    below, above, _ = tiles_near(b_s, affine(at[0], at[1], at[3], T))
-    spacing = tl.log(above - below)
-    tau = tl.where((spacing > -INF) & (spacing < INF), tl.maximum(at[2], spacing), at[2])
+    goal = part_aim(hardness, k, n, FIXED)
+    at = diffuse_start(n, k, goal, mean, width, low, high, False, T)
+    gamma = tl.where(goal < -3.0, 0.0, 1.0)
+    at, _, _, _, _ = solve_tiles(b_s, live, at, pose(n, k, goal, gamma), (ROUGH, ROUGH), False, T)
+    tau = tl.maximum(at[2], target) if FIXED else at[2]
     return begin(at[0], at[1], tau)
 
 
@@ -476,7 +473,7 @@ def long_solve(
     n, skip = n_all, one
     if any_of(quick):
         at = _from_sample(
-            b_s, (n_s, low, high, mean, width), k_s, hardness, quick.to(tl.int32), FIXED, T
+            b_s, (n_s, low, high, mean, width), k_s, hardness, target, quick.to(tl.int32), FIXED, T
         )
         share = tl.max(tl.minimum(k, n_all - k) / n_all, 0) * (few * (TILES * 4 * L))
         skip = tl.where(share > 16 * FEW, one * COARSE, one)
@@ -502,7 +499,9 @@ def long_solve(
         whole = skip == 1
         counting = (counted == 0) | (skip > 1)
         k_pass = tl.where(whole, k, k * ((few * (TILES * 4 * L)).to(tl.float64) / n_all))
-        goal = tl.where(whole, target, part_aim(hardness, k_pass, n_all, FIXED))
+        goal = target
+        if FIXED == 0:
+            goal = tl.where(whole, target, part_aim(hardness, k_pass, n_all * (k_pass / k), FIXED))
         flags = (write > 0, near > 0, counting, any_of(hardness < SOFT) & (FIXED == 0))
         order = (me, tl.where(whole, chunks, few), size, skip, (meetings & 1) > 0)
         line = affine(at[0], at[1], at[3], T)
@@ -513,11 +512,13 @@ def long_solve(
             total[0], total[1], total[2], total[3], total[4], total[5], total[6], total[7],
         )  # fmt: skip
         n_pass = tl.where(counting, total[9], n)
-        close = ((near > 0) & (running > 0), total[12], -total[13], -total[14])
+        problem = pose(n_pass, k_pass, goal, hardness)
+        below, above = total[12], -total[13]
+        bound = warmest(below, above, problem, T)
+        close = ((near > 0) & (running > 0), below, above, -total[14], bound)
         # Without the neighbours a step would be blind: read the row once more with them.
         blind = (near == 0) & any_of(is_sparse(sums, n_pass))
         passes += 1
-        problem = pose(n_pass, k_pass, goal, hardness)
         converged, tied, moved, again, tried, size_e, means = step(
             sums, total[8], close, at, (passes, polish, polished), problem,
             (mass_tol, hardness_tol), FIXED, T,
@@ -786,7 +787,7 @@ def long_vjp(
     c0, c1, dk, dh = _coefficients(sums, status, point[2], means, pull, k, hardness, FIXED)
     left = flat[1]
     if TEAM:
-        left = left - _ties_before((p_lines, p_count, size, me, 1), 8, LANES)
+        left = left - _ties_before((p_lines, p_count, size, me, 1), 8, LINES)
 
     for i in range(first, last, stride):
         start = tl.where(hard, i, chunks - 1 - i).to(tl.int64) * (TILES * 4 * L)

@@ -29,6 +29,7 @@ SOFT = tl.constexpr(0.05)  # below this gamma, sum (p - a)^2 needs its own sum
 # Sums of e per score below this: one side of the barrier is empty for at least SATURATED / 2.
 SPARSE = tl.constexpr(2e-10)
 ROUGH = tl.constexpr(1e-2)  # tolerance of a solution that only starts another
+EXTREME = tl.constexpr(64.0)  # budgets with k (1-a) below this start in a tail
 
 
 @triton.jit
@@ -170,6 +171,14 @@ def pose(n, k, target, hardness):
 
 
 @triton.jit
+def warmest(below, above, problem, T: tl.constexpr):
+    """In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): log t must not be below this."""
+    a, rest, target = problem[2], problem[3], problem[4]
+    reach = tl.log(1.0 + tl.exp(target.to(T))) - 0.5 * tl.log((a * rest).to(T))
+    return tl.log((above - below).to(T) * 0.5 / reach).to(tl.float64)
+
+
+@triton.jit
 def _hardness(sums, spread, excess, problem, e1, e1_b, e1_t, T: tl.constexpr):
     """e2, and the residual and slope in log t of the hardness on the budget."""
     N, lo, hi, w_lo, w_hi, ee_lo, ee_hi, eew = sums
@@ -199,8 +208,8 @@ def _hardness(sums, spread, excess, problem, e1, e1_b, e1_t, T: tl.constexpr):
 def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr, T: tl.constexpr):
     """Judge the sums at a point and propose the next one, row by row."""
     lo, hi, w_lo, w_hi = sums[1], sums[2], sums[3], sums[4]
-    seen, below, above, gap = near
-    pivot, b, tau, t, tau_lo, tau_hi, b_lo, b_hi = at
+    seen, below, above, gap, bound = near
+    pivot, b, tau, t, tau_lo, tau_hi, b_lo, b_hi, stride = at
     passes, polish, polished = tries
     n, k, target, hardness = problem[0], problem[1], problem[4], problem[5]
     mass_tol, hardness_tol = tolerance
@@ -227,9 +236,10 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
         close = tl.zeros_like(residual) + hardness_tol
 
     off, miss = tl.abs(excess), tl.abs(e2)
-    budget_holds = off <= mass_tol * k
+    budget_holds = off <= mass_tol * tl.minimum(k, n - k)
     converged = budget_holds & (miss <= close)
-    # Rounding may keep a solved row from the last digit: after some tries, twice the error passes.
+    # Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
+    # and the mass may err relative to k alone.
     polished += polish
     nearly = (polished > 4) & (off <= 2 * mass_tol * k) & (miss <= 2 * close)
     converged = converged | nearly
@@ -253,8 +263,11 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
 
     fine = tl.abs(residual) <= blur
     certain = both & solved & (fine == 0)
-    tau_lo = tl.where(certain & (residual > 0), tl.maximum(tau_lo, tau), tau_lo)
-    tau_hi = tl.where(certain & (residual <= 0), tl.minimum(tau_hi, tau), tau_hi)
+    # In the right gap, and too cold.
+    sharp = seen & (over_k == 0) & (tau < bound) & (FIXED == 0)
+    cold = sharp | (certain & (residual > 0))
+    tau_lo = tl.where(cold, tl.maximum(tau_lo, tau), tau_lo)
+    tau_hi = tl.where(certain & (cold == 0), tl.minimum(tau_hi, tau), tau_hi)
     crossed = tau_lo >= tau_hi
     tau_lo, tau_hi = tl.where(crossed, -INF, tau_lo), tl.where(crossed, INF, tau_hi)
     d = tl.where(slope < 0, -ratio, tl.where(residual > 0, MAX_STEP, -MAX_STEP)).to(f64)
@@ -266,11 +279,15 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
     if FIXED:
         warmer = tl.where(tl.abs(target - warmer) < 1e-9, target, warmer)
     bracketed = (tau_lo > -INF) & (tau_hi < INF) & (fine == 0)
-    outside = bracketed & (((warmer > tau_lo) & (warmer < tau_hi)) == 0)
+    # Steps that leave the bracket, or do not shrink inside it, bisect.
+    shrinks = tl.abs(warmer - tau) <= 0.75 * stride
+    outside = bracketed & (((warmer > tau_lo) & (warmer < tau_hi) & shrinks) == 0)
     warmer = tl.where(outside, 0.5 * (tau_lo + tau_hi), warmer)
     # Newton's own step from close by lands on the answer, to the square of the error.
     sure = both & (outside == 0)
     warmer = tl.where(both, warmer, tau)
+    stride = tl.where(both & (sharp == 0), tl.abs(warmer - tau), stride)
+    warmer = tl.where(sharp, bound, warmer)
     growth = _growth((warmer - tau).to(T))
     b_both = b + t * (u - e1_t / e1_b * growth).to(f64)
 
@@ -284,10 +301,11 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
     b_only = tl.where(outside, 0.5 * (b_lo + b_hi), b_only)
     if FIXED:
         sure = (e2 == 0) & (outside == 0)
-    sure = sure & (10 * size * size <= mass_tol)
+    sure = sure & (10 * size * size <= mass_tol) & (sharp == 0)
 
     b = tl.where(both, b_both, b_only)
-    b_lo, b_hi = tl.where(both, -INF, b_lo), tl.where(both, INF, b_hi)
+    b = tl.where(sharp, 0.5 * ((below - pivot) + (above - pivot)), b)
+    b_lo, b_hi = tl.where(both | sharp, -INF, b_lo), tl.where(both | sharp, INF, b_hi)
     t = t + t * growth.to(f64)
     if FIXED:
         t = tl.where(warmer == target, hardness, t)
@@ -299,7 +317,7 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
     shift = origin - pivot
     better = beside | ((tl.abs(b) > 2 * t) & (tl.abs(b - shift) < 0.5 * tl.abs(b)))
     pivot, shift = tl.where(better, origin, pivot), tl.where(better, shift, 0.0)
-    moved = (pivot, b - shift, warmer, t, tau_lo, tau_hi, b_lo - shift, b_hi - shift)
+    moved = (pivot, b - shift, warmer, t, tau_lo, tau_hi, b_lo - shift, b_hi - shift, stride)
     r_q = 1.0 / (q_lo + q_hi)
     mean_z = (w_hi.to(T) - w_lo.to(T)) * (0.5 * LN2) * r_q
     mean_p = (q_hi + 0.25 * (sums[5].to(T) - sums[6].to(T))) * r_q
@@ -311,7 +329,7 @@ def step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
 def begin(pivot, b, tau):
     """A point without brackets."""
     low, high = tl.zeros_like(tau) - INF, tl.zeros_like(tau) + INF
-    return pivot, b, tau, tl.exp(tau), low, high, low, high
+    return pivot, b, tau, tl.exp(tau), low, high, low, high, high
 
 
 @triton.jit
@@ -322,6 +340,7 @@ def keep(m, new, old):
         tl.where(m, new[2], old[2]), tl.where(m, new[3], old[3]),
         tl.where(m, new[4], old[4]), tl.where(m, new[5], old[5]),
         tl.where(m, new[6], old[6]), tl.where(m, new[7], old[7]),
+        tl.where(m, new[8], old[8]),
     )  # fmt: skip
 
 
@@ -373,15 +392,16 @@ def solve_tiles(b_xs, running, at, problem, tolerance, FIXED: tl.constexpr, T: t
         sums = _tiles_sums(b_xs, line, T)
         live = running > 0
         seen = live & is_sparse(sums, n)
-        below, above, gap, spread = zero, zero, zero, zero
+        below, above, gap, bound, spread = zero, zero, zero, zero, zero
         # Few rows need these; most passes skip them.
         if any_of(seen):
             below, above, gap = tiles_near(b_xs, line)
+            bound = warmest(below, above, problem, T)
         if FIXED == 0:
             if any_of(live & soft):
                 spread = _tiles_spread(b_xs, line, a, T)
         passes += running
-        near, tries = (seen, below, above, gap), (passes, polish, polished)
+        near, tries = (seen, below, above, gap, bound), (passes, polish, polished)
         converged, tied, moved, polish, polished, _, means = step(
             sums, spread, near, at, tries, problem, tolerance, FIXED, T
         )
@@ -404,22 +424,28 @@ def aim(hardness, FIXED: tl.constexpr):
 
 @triton.jit
 def part_aim(hardness, k, n, FIXED: tl.constexpr):
-    """The target of a part of a row, no harder than its few scores near the barrier can tell."""
+    """The target of a part of a row. It knows the count above a barrier only to sqrt(k (1-a)): a
+    temperature that leaves fewer scores undecided is no start for the row."""
+    hardest = 1.0 - tl.rsqrt(k * ((n - k) / n))
     if FIXED:
-        return tl.log(hardness)
+        return aim(hardest, False)
     else:
-        return aim(tl.minimum(hardness, 1.0 - 2.0 / tl.minimum(k, n - k)), FIXED)
+        return aim(tl.minimum(hardness, hardest), False)
 
 
 @triton.jit
 def diffuse_start(n, k, target, mean, width, low, high, FIXED: tl.constexpr, T: tl.constexpr):
     """A temperature of the size of the spread, from where the way down is smooth."""
+    a, rest = k / n, (n - k) / n
+    # The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
+    tail = tl.where(a < 0.5, high - mean, mean - low)
+    width = tl.where(k * rest < EXTREME, tl.maximum(width, 0.1 * tail), width)
     tau = tl.log(width)
     if FIXED:
         tau = tl.maximum(tau, target)
     else:
         tau = tau - 0.25 * tl.minimum(target, 0.0)
-    a, rest, t = k / n, (n - k) / n, tl.exp(tau)
+    t = tl.exp(tau)
     b = tl.where(a < 0.5, -t * tl.log(2 * a), t * tl.log(2 * rest))
     barrier = tl.minimum(tl.maximum(mean + b, low), high)
     pivot = barrier.to(T).to(tl.float64)

@@ -108,7 +108,7 @@ def _work(scores: Tensor) -> Any:
 
 
 def _tolerance(scores: Tensor) -> tuple[float, float]:
-    return (2.5e-13, 1e-8) if scores.dtype == torch.float64 else (4e-7, 2e-5)
+    return (2.5e-13, 1e-8) if scores.dtype == torch.float64 else (4e-7, 1e-5)
 
 
 def _numbers(x: Tensor, rows: int) -> tuple[Tensor, int]:
