@@ -134,6 +134,46 @@ def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
     return _Sums(*sums)
 
 
+class _Residuals(NamedTuple):
+    """The two equations at a point, and their derivatives in b/t and log t."""
+
+    excess: Tensor
+    """P - M: the mass beyond k."""
+    e1: Tensor
+    e1_b: Tensor
+    e1_t: Tensor
+    e2: Tensor
+    reduced: Tensor
+    """e2 on the barrier that holds the budget, to first order."""
+    slope: Tensor
+    """The derivative of `reduced` in log t."""
+
+
+def _residuals(
+    s: _Sums, at: _Point, n: Tensor, k: Tensor, target: Tensor, fixed: bool
+) -> _Residuals:
+    N, q = s.above_count, s.q_lo + s.q_hi
+    P = s.q_lo + (N - k).clamp(min=0)
+    M = s.q_hi + (k - N).clamp(min=0)
+    excess = P - M
+    e1 = torch.log(P / M)
+    e1_b = -(s.q_lo / P + s.q_hi / M)
+    e1_t = s.qw_lo / P - s.qw_hi / M
+    if fixed:
+        miss = target - at.tau
+        return _Residuals(excess, e1, e1_b, e1_t, miss, miss, -torch.ones_like(miss))
+    mean = (k + excess) / n
+    C = (s.spread - excess.square() / n).clamp(min=torch.finfo(q.dtype).tiny)
+    V = q - s.qq_lo - s.qq_hi
+    c_b = -2 * ((s.qq_lo - mean * s.q_lo) + ((1 - mean) * s.q_hi - s.qq_hi))
+    c_t = 2 * ((s.qqw_lo - mean * s.qw_lo) - ((1 - mean) * s.qw_hi - s.qqw_hi))
+    v_b = -((s.q_lo - 2 * s.qq_lo) - (s.q_hi - 2 * s.qq_hi))
+    v_t = s.qw_lo + s.qw_hi - 2 * (s.qqw_lo + s.qqw_hi)
+    e2 = torch.log(C / V) - target
+    e2_b, e2_t = c_b / C - v_b / V, c_t / C - v_t / V
+    return _Residuals(excess, e1, e1_b, e1_t, e2, e2 - e2_b * e1 / e1_b, e2_t - e2_b * e1_t / e1_b)
+
+
 def _step(
     s: _Sums,
     at: _Point,
@@ -146,55 +186,51 @@ def _step(
     tol: tuple[float, float],
 ) -> _Verdict:
     """Judge the sums at a point and propose the next one."""
-    t, N = at.tau.exp(), s.above_count
-    q = s.q_lo + s.q_hi
-    P = s.q_lo + (N - k).clamp(min=0)
-    M = s.q_hi + (k - N).clamp(min=0)
-    excess = P - M
-    e1 = torch.log(P / M)
-    e1_b = -(s.q_lo / P + s.q_hi / M)
-    e1_t = s.qw_lo / P - s.qw_hi / M
-    if fixed:
-        e2 = residual = target - at.tau
-        slope = -torch.ones_like(e2)
-        hardness_tol = 0.0
-    else:
-        mean = (k + excess) / n
-        C = (s.spread - excess.square() / n).clamp(min=torch.finfo(q.dtype).tiny)
-        V = q - s.qq_lo - s.qq_hi
-        c_b = -2 * ((s.qq_lo - mean * s.q_lo) + ((1 - mean) * s.q_hi - s.qq_hi))
-        c_t = 2 * ((s.qqw_lo - mean * s.qw_lo) - ((1 - mean) * s.qw_hi - s.qqw_hi))
-        v_b = -((s.q_lo - 2 * s.qq_lo) - (s.q_hi - 2 * s.qq_hi))
-        v_t = s.qw_lo + s.qw_hi - 2 * (s.qqw_lo + s.qqw_hi)
-        e2 = torch.log(C / V) - target
-        e2_b, e2_t = c_b / C - v_b / V, c_t / C - v_t / V
-        residual = e2 - e2_b * e1 / e1_b
-        slope = e2_t - e2_b * e1_t / e1_b
-        hardness_tol = tol[1]
-
-    budget_holds = excess.abs() <= tol[0] * torch.minimum(k, n - k)
-    converged = budget_holds & (e2.abs() <= hardness_tol)
-    pinned = (t < s.gap / SATURATED) & (at.b.abs() < s.gap / 2) & (e2 < 0) & (k != N)
+    N, q = s.above_count, s.q_lo + s.q_hi
+    e = _residuals(s, at, n, k, target, fixed)
+    budget_holds = e.excess.abs() <= tol[0] * torch.minimum(k, n - k)
+    converged = budget_holds & (e.e2.abs() <= (0.0 if fixed else tol[1]))
+    saturated = (at.tau.exp() < s.gap / SATURATED) & (at.b.abs() < s.gap / 2)
+    pinned = saturated & (e.e2 < 0) & (k != N)
     tied = pinned & budget_holds & (not fixed)
 
-    u = -e1 / e1_b
-    flat = slope > -0.2
-    solved = (e1.abs() <= (0.1 * residual.abs().clamp(max=1)).clamp(min=1e-11)) & (
+    u = -e.e1 / e.e1_b
+    flat = e.slope > -0.2
+    solved = (e.e1.abs() <= (0.1 * e.reduced.abs().clamp(max=1)).clamp(min=1e-11)) & (
         ~flat | (u.abs() <= 0.003)
     )
-    newton = at.tau - residual / slope
+    newton = at.tau - e.reduced / e.slope
     promising = ~flat & (newton > at.tau_lo) & (newton < at.tau_hi) & (passes < PATIENCE)
-    may_cool = residual != 0 if fixed else ~pinned
-    both = (e1.abs() <= 1) & may_cool & (solved | promising)
+    may_cool = e.reduced != 0 if fixed else ~pinned
+    both = (e.e1.abs() <= 1) & may_cool & (solved | promising)
 
-    fine = residual.abs() <= 1e-7
-    certain = both & solved & ~fine
-    tau_lo = torch.where(certain & (residual > 0), torch.maximum(at.tau_lo, at.tau), at.tau_lo)
-    tau_hi = torch.where(certain & (residual <= 0), torch.minimum(at.tau_hi, at.tau), at.tau_hi)
+    joint = _move_both(e, at, u, solved, pinned, target, fixed)
+    moved = joint.where(both, _move_barrier(e, s, at, u))
+    if not fixed:
+        moved = _raise_sharp(s, at, moved, n, k, target)
+    mean_z, mean_p = (s.qw_hi - s.qw_lo) / q, (s.qq_lo + s.q_hi - s.qq_hi) / q
+    return _Verdict(converged, tied, mean_z, mean_p, _repivot(moved, s))
+
+
+def _move_both(
+    e: _Residuals,
+    at: _Point,
+    u: Tensor,
+    solved: Tensor,
+    pinned: Tensor,
+    target: Tensor,
+    fixed: bool,
+) -> _Point:
+    """Newton in log t, inside its bracket; b follows linearly in t, as it does at both ends."""
+    fine = e.reduced.abs() <= 1e-7
+    certain = solved & ~fine
+    tau_lo = torch.where(certain & (e.reduced > 0), torch.maximum(at.tau_lo, at.tau), at.tau_lo)
+    tau_hi = torch.where(certain & (e.reduced <= 0), torch.minimum(at.tau_hi, at.tau), at.tau_hi)
     crossed = tau_lo >= tau_hi
     tau_lo, tau_hi = tau_lo.masked_fill(crossed, -math.inf), tau_hi.masked_fill(crossed, math.inf)
 
-    d = torch.where(slope < 0, -residual / slope, torch.copysign(torch.tensor(MAX_STEP), residual))
+    blind_step = torch.copysign(torch.full_like(e.reduced, MAX_STEP), e.reduced)
+    d = torch.where(e.slope < 0, -e.reduced / e.slope, blind_step)
     down = torch.log(u.abs().clamp(min=1e-15) / 3).clamp(min=-MAX_STEP)
     d = torch.where(pinned, d, torch.maximum(d, down).clamp(max=MAX_STEP))
     tau = at.tau + d
@@ -204,42 +240,38 @@ def _step(
     shrinks = (tau - at.tau).abs() <= 0.75 * at.stride
     out = bracketed & ~fine & ~((tau > tau_lo) & (tau < tau_hi) & shrinks)
     tau = torch.where(out, 0.5 * (tau_lo + tau_hi), tau)
-    tau = torch.where(both, tau, at.tau)
-    stride = torch.where(both, (tau - at.tau).abs(), at.stride)
-    b_both = at.b + t * (u - e1_t / e1_b * torch.expm1(tau - at.tau))
+    b = at.b + at.tau.exp() * (u - e.e1_t / e.e1_b * torch.expm1(tau - at.tau))
+    inf = torch.full_like(tau, math.inf)
+    return _Point(at.pivot, b, tau, tau_lo, tau_hi, -inf, inf, (tau - at.tau).abs())
 
-    b_lo = torch.where(excess > 0, at.b, at.b_lo)
-    b_hi = torch.where(excess > 0, at.b_hi, at.b)
+
+def _move_barrier(e: _Residuals, s: _Sums, at: _Point, u: Tensor) -> _Point:
+    """Newton in b at this temperature, inside its bracket."""
+    t = at.tau.exp()
+    b_lo = torch.where(e.excess > 0, at.b, at.b_lo)
+    b_hi = torch.where(e.excess > 0, at.b_hi, at.b)
+    # Too far from any score to see one: on to the next.
     under, over = at.b - (s.below - at.pivot), (s.above - at.pivot) - at.b
     blind = torch.minimum(under, over) > 0.9 * MAX_Z[t.dtype] * t
-    jump = torch.where(excess > 0, at.b + over, at.b - under)
-    b_only = torch.where(blind, jump, at.b + t * u)
+    jump = torch.where(e.excess > 0, at.b + over, at.b - under)
+    b = torch.where(blind, jump, at.b + t * u)
     bracketed = b_lo.isfinite() & b_hi.isfinite()
-    b_only = torch.where(
-        bracketed & ~((b_only > b_lo) & (b_only < b_hi)), 0.5 * (b_lo + b_hi), b_only
-    )
+    b = torch.where(bracketed & ~((b > b_lo) & (b < b_hi)), 0.5 * (b_lo + b_hi), b)
+    return at._replace(b=b, b_lo=b_lo, b_hi=b_hi)
 
-    b = torch.where(both, b_both, b_only)
-    b_lo, b_hi = b_lo.masked_fill(both, -math.inf), b_hi.masked_fill(both, math.inf)
-    if not fixed:
-        # In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
-        reach = torch.log(n / torch.sqrt(k * (n - k))) + torch.nn.functional.softplus(target)
-        bound = torch.log((s.above - s.below) / (2 * reach))
-        sharp = (k == N) & (at.tau < bound)
-        middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot))
-        b, tau = torch.where(sharp, middle, b), torch.where(sharp, bound, tau)
-        tau_lo = torch.where(sharp, torch.maximum(at.tau_lo, at.tau), tau_lo)
-        tau_hi = torch.where(sharp, at.tau_hi, tau_hi)
-        stride = torch.where(sharp, at.stride, stride)
-        b_lo, b_hi = b_lo.masked_fill(sharp, -math.inf), b_hi.masked_fill(sharp, math.inf)
-    moved = _Point(at.pivot, b, tau, tau_lo, tau_hi, b_lo, b_hi, stride)
-    return _Verdict(
-        converged,
-        tied,
-        (s.qw_hi - s.qw_lo) / q,
-        (s.qq_lo + s.q_hi - s.qq_hi) / q,
-        _repivot(moved, s),
+
+def _raise_sharp(
+    s: _Sums, at: _Point, moved: _Point, n: Tensor, k: Tensor, target: Tensor
+) -> _Point:
+    """In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small."""
+    reach = torch.log(n / torch.sqrt(k * (n - k))) + torch.nn.functional.softplus(target)
+    bound = torch.log((s.above - s.below) / (2 * reach))
+    middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot))
+    inf = torch.full_like(bound, math.inf)
+    raised = at._replace(
+        b=middle, tau=bound, tau_lo=torch.maximum(at.tau_lo, at.tau), b_lo=-inf, b_hi=inf
     )
+    return raised.where((k == s.above_count) & (at.tau < bound), moved)
 
 
 def _repivot(at: _Point, s: _Sums) -> _Point:

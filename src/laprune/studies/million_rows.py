@@ -88,8 +88,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     path = folder / "million_rows.md"
     note = (
         "",
-        "Largest relative errors, computed in float64 from the mask. In float32 an entry near 1 cannot",
-        "hold 1 - p: rows with k close to n lose digits of 1 - gamma to the rounding of the mask itself.",
+        "Largest relative errors, computed in float64 from the mask. In float32 an entry near 1",
+        "cannot hold 1 - p: rows with k close to n lose digits of 1 - gamma to that rounding.",
     )
     path.write_text("\n".join([*lines, *bounds, *note]) + "\n")
     return [path, *save(fig, folder, "million_rows")]

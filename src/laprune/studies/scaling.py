@@ -2,7 +2,7 @@
 
 One float32 row, k = n/16, forward and backward; then a sweep over shapes with many rows. Each point
 runs in a fresh process with a time limit: one warm-up, then the median of 15, 7 or 3 calls. Its
-answer is checked first, and a wrong one gets no time. Running out of memory or time is a result too.
+answer is checked first, and a wrong one gets no time. Running out of memory or time is a result.
 """
 
 from __future__ import annotations
