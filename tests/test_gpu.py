@@ -1,0 +1,51 @@
+"""On a GPU the functions give what they give on a CPU."""
+
+import pytest
+import torch
+
+import laprune
+from laprune.studies import inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FUNCTIONS = {
+    "soft": lambda r, k, h: laprune.soft_topk(r, k, h),
+    "ste": lambda r, k, h: laprune.soft_topk(r, k, h, mode="ste"),
+    "gated": lambda r, k, h: laprune.gated_topk(r, k, h),
+    "lapsum": lambda r, k, h: laprune.lapsum_topk(r, k, h),
+}
+
+
+def _outcome(f, r, k, h, g):
+    r = r.detach().requires_grad_()
+    out = f(r, k, h)
+    (d,) = torch.autograd.grad(out, r, g)
+    return out.detach().cpu(), d.cpu()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", ["gaussian", "cauchy", "relu", "integers", "offset"])
+def test_masks_and_gradients_agree_with_the_cpu(function, name):
+    rows, n = 16, 300
+    r, g = inputs.draw(name, rows, n), inputs.draw("gaussian", rows, n, seed=1)
+    k, h = inputs.budgets(rows, n), inputs.hardnesses(rows, 0.99)
+    here = _outcome(FUNCTIONS[function], r, k, h, g)
+    there = _outcome(FUNCTIONS[function], r.cuda(), k.cuda(), h.cuda(), g.cuda())
+    torch.testing.assert_close(there[0], here[0], atol=1e-7, rtol=1e-6)
+    assert (there[1] - here[1]).norm() <= 1e-6 * here[1].norm()
+
+
+def test_hard_masks_are_equal():
+    r = inputs.draw("integers", 8, 100)
+    assert torch.equal(laprune.hard_topk(r.cuda(), 10).cpu(), laprune.hard_topk(r, 10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_million_scores(dtype):
+    r = inputs.draw("gaussian", 1, 10**6, dtype=dtype).cuda()
+    d = laprune.diagnostics(laprune.soft_topk(r, 62_500, 0.9))
+    assert abs(d.mass.item() / 62_500 - 1) < 1e-6
+    assert abs((1 - d.gamma.item()) / 0.1 - 1) < 1e-3
