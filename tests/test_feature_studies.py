@@ -146,7 +146,7 @@ def test_the_softness_is_tuned_on_seeds_that_are_not_reported() -> None:
         for i, m in enumerate(grid)
         for use, value in (("test", 1.0 - 0.01 * i), ("tune", 0.5 if i != 2 else 0.7))
     ]
-    assert feature_selection.tuned(records, variant, grid) == grid[2]
+    assert feature_selection.tuned(feature_selection.index(records), variant, grid) == grid[2]
     assert not set(feature_selection.TUNING_SEEDS) & set(range(feature_selection.SEEDS))
     assert not set(feature_selection.FRESH_SEEDS) & set(range(feature_selection.SEEDS))
 

@@ -206,8 +206,11 @@ def _step(
 
     joint = _move_both(e, at, u, solved, pinned, target, fixed)
     moved = joint.where(both, _move_barrier(e, s, at, u))
-    if not fixed:
-        moved = _raise_sharp(s, at, moved, n, k, target)
+    moved = (
+        _settle_sharp(s, at, moved, k, target)
+        if fixed
+        else _raise_sharp(s, at, moved, n, k, target)
+    )
     mean_z, mean_p = (s.qw_hi - s.qw_lo) / q, (s.qq_lo + s.q_hi - s.qq_hi) / q
     return _Verdict(converged, tied, mean_z, mean_p, _repivot(moved, s))
 
@@ -258,6 +261,15 @@ def _move_barrier(e: _Residuals, s: _Sums, at: _Point, u: Tensor) -> _Point:
     bracketed = b_lo.isfinite() & b_hi.isfinite()
     b = torch.where(bracketed & ~((b > b_lo) & (b < b_hi)), 0.5 * (b_lo + b_hi), b)
     return at._replace(b=b, b_lo=b_lo, b_hi=b_hi)
+
+
+def _settle_sharp(s: _Sums, at: _Point, moved: _Point, k: Tensor, target: Tensor) -> _Point:
+    """In a saturated gap a lower temperature changes nothing: straight to the given one."""
+    middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot))
+    inf = torch.full_like(middle, math.inf)
+    settled = at._replace(b=middle, tau=target, b_lo=-inf, b_hi=inf)
+    saturated = s.above - s.below > 2 * SATURATED * at.tau.exp()
+    return settled.where((k == s.above_count) & (target <= at.tau) & saturated, moved)
 
 
 def _raise_sharp(

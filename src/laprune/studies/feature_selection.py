@@ -29,7 +29,7 @@ from .feature_training import (
 )
 from .lab import Options, Record, Setting, Study
 from .style import COLOURS, MARKERS, figure, save
-from .tables import Floats, Spread, line, mark_paper, markdown, pm, seeds, select, spread, stack
+from .tables import Floats, Spread, line, mark_paper, markdown, pm, seeds, spread, stack
 
 SEEDS = 20
 TUNING_SEEDS = range(1000, 1008)
@@ -153,16 +153,27 @@ def _method(setting: Setting) -> Method:
     return Method(setting["operator"], setting["softness"], setting["annealed"])
 
 
+Index = dict[tuple[Group, Method], list[Record]]
+
+
+def index(records: list[Record]) -> Index:
+    """Records by what trained together and method, in the order of seeds."""
+    found: Index = {}
+    for record in sorted(records, key=lambda r: int(r["setting"]["seed"])):
+        setting = record["setting"]
+        found.setdefault((_group(setting), _method(setting)), []).append(record)
+    return found
+
+
 def _values(
-    records: list[Record], variant: Variant, method: Method, key: str, use: str = "test"
+    records: Index, variant: Variant, method: Method, key: str, use: str = "test"
 ) -> Floats:
-    """One number per seed, in the order of seeds."""
+    """One number per seed."""
     use = "fresh" if variant.fresh else use
-    chosen = select(records, use=use, **variant.fields(), **method._asdict())
-    return stack(sorted(chosen, key=lambda r: int(r["setting"]["seed"])), key)
+    return stack(records[_group({**variant.fields(), "use": use}), method], key)
 
 
-def tuned(records: list[Record], variant: Variant, grid: Sequence[Method]) -> Method:
+def tuned(records: Index, variant: Variant, grid: Sequence[Method]) -> Method:
     """The grid's best on the tuning seeds, by what a user can measure: deployed accuracy."""
     return max(grid, key=lambda m: float(_values(records, variant, m, "accuracy", "tune").mean()))
 
@@ -194,7 +205,7 @@ def compare(first: Floats, second: Floats) -> Pair:
     return Pair(spread(difference), float(wilcoxon(difference[difference != 0]).pvalue))
 
 
-def distance(records: list[Record], variant: Variant) -> float:
+def distance(records: Index, variant: Variant) -> float:
     """Mean absolute difference from the paper over its fifteen numbers."""
     return float(
         np.mean(
@@ -208,14 +219,11 @@ def distance(records: list[Record], variant: Variant) -> float:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    return [
-        *_bars(records, folder),
-        *_sweep(records, folder),
-        _report(records, folder),
-    ]
+    found = index(records)
+    return [*_bars(found, folder), *_sweep(found, folder), _report(found, folder)]
 
 
-def _bars(records: list[Record], folder: Path) -> list[Path]:
+def _bars(records: Index, folder: Path) -> list[Path]:
     """Every seed, the mean and the paper's value: F1 above accuracy is one figure each."""
     paths = []
     for key, label in (("f1", "recovery F1"), ("accuracy", "deployed accuracy")):
@@ -241,7 +249,7 @@ def _bars(records: list[Record], folder: Path) -> list[Path]:
 _SHORT = ("LaPrune 0→0.9", "LaPrune 0.9", "LapSum t=1", "hard STE", "DFTopK")
 
 
-def _sweep(records: list[Record], folder: Path) -> list[Path]:
+def _sweep(records: Index, folder: Path) -> list[Path]:
     """What each temperature of LapSum would have given beside LaPrune annealed to each gamma."""
     paths = []
     for key, label in (("f1", "recovery F1"), ("accuracy", "deployed accuracy")):
@@ -274,7 +282,7 @@ def _sweep(records: list[Record], folder: Path) -> list[Path]:
     return paths
 
 
-def _report(records: list[Record], folder: Path) -> Path:
+def _report(records: Index, folder: Path) -> Path:
     closest = min(MAIN, key=lambda v: distance(records, v))
     parts = [
         "# Feature selection",
@@ -311,7 +319,7 @@ def _title(variant: Variant) -> str:
     return f"{variant.construction}, {variant.title}"
 
 
-def _table(records: list[Record], variant: Variant) -> str:
+def _table(records: Index, variant: Variant) -> str:
     header = ["method"]
     for name in ("F1", "accuracy", "near-binary"):
         header += [f"{name}, paper", "ours", "difference"]
@@ -331,7 +339,7 @@ def _table(records: list[Record], variant: Variant) -> str:
     return markdown([*header, "refit"], rows)
 
 
-def _shown(records: list[Record], variant: Variant) -> list[tuple[Method, str]]:
+def _shown(records: Index, variant: Variant) -> list[tuple[Method, str]]:
     """The paper's methods, then the tuned ones with what was chosen."""
     shown = list(LABELS.items())
     if variant.methods == ALL:
@@ -341,7 +349,7 @@ def _shown(records: list[Record], variant: Variant) -> list[tuple[Method, str]]:
     return shown
 
 
-def _pairs(records: list[Record], variant: Variant) -> str:
+def _pairs(records: Index, variant: Variant) -> str:
     header = ("LaPrune annealed minus", "F1", "p", "accuracy", "p", "refit", "p")
     paper = {LAPSUM: "0.060 ± 0.066, p = 0.005", FIXED: "0.055 ± 0.067, p = 0.007"}
     rows = []
@@ -372,7 +380,7 @@ CLAIMS: tuple[tuple[str, str, Method, Method], ...] = (
 """What the paper's table says: the first method is above the second."""
 
 
-def _claims(records: list[Record]) -> list[str]:
+def _claims(records: Index) -> list[str]:
     """The paper's statements, then our own with every softness tuned, under every construction."""
     cells = {
         text: [_pair(records, v, key, first, second) for v in MAIN]
@@ -408,11 +416,11 @@ def _rows(cells: dict[str, list[Pair]]) -> list[list[str]]:
     ]
 
 
-def _tuned(records: list[Record], variant: Variant, name: str) -> Method:
+def _tuned(records: Index, variant: Variant, name: str) -> Method:
     return tuned(records, variant, GRIDS[name])
 
 
-def _pair(records: list[Record], variant: Variant, key: str, first: Method, second: Method) -> Pair:
+def _pair(records: Index, variant: Variant, key: str, first: Method, second: Method) -> Pair:
     return compare(_values(records, variant, first, key), _values(records, variant, second, key))
 
 

@@ -85,7 +85,8 @@ struct Affine {
     const double rest = pivot_ - static_cast<double>(pivot);  // 0 where the pivot is a score
     const double c = (b + rest) * static_cast<double>(inv_t) + centre;
     c_hi = static_cast<T>(c);
-    c_lo = static_cast<T>(c - static_cast<double>(c_hi));
+    const double rest = c - static_cast<double>(c_hi);
+    c_lo = static_cast<T>(std::abs(rest) < 0.5 ? rest : 0);  // larger: every score is saturated
   }
   LAPRUNE_INLINE T operator()(T r) const { return (r - pivot) * inv_t - c_hi; }
 };

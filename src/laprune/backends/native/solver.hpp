@@ -129,6 +129,13 @@ inline Status Iteration::step(const Sums& s) {
       t < s.gap / kSaturated && std::abs(at.b) < s.gap / 2 && e2 < 0 && N != k;
   if (pinned && budget_holds && !problem_.fixed) return kTied;
 
+  // In a saturated gap a lower temperature changes nothing: straight to the given one.
+  const double middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot));
+  if (problem_.fixed && N == k && problem_.target <= tau_ && s.above - s.below > 2 * kSaturated * t) {
+    b_lo_ = -kInf, b_hi_ = kInf, polish = false;
+    move(middle, problem_.target, s);
+    return kStalled;
+  }
   // In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
   if (!problem_.fixed && N == k) {
     const double reach = std::log(n / std::sqrt(k * (n - k))) + std::log1p(std::exp(problem_.target));
@@ -136,7 +143,7 @@ inline Status Iteration::step(const Sums& s) {
     if (tau_ < bound) {
       tau_lo_ = std::max(tau_lo_, tau_);
       b_lo_ = -kInf, b_hi_ = kInf, polish = false;
-      move(0.5 * ((s.below - at.pivot) + (s.above - at.pivot)), bound, s);
+      move(middle, bound, s);
       return kStalled;
     }
   }
