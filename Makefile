@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# A broken native backend must not pass for a missing compiler.
+export LAPRUNE_REQUIRE_NATIVE ?= 1
+
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/ready

@@ -1,5 +1,9 @@
-"""Builds the native CPU backend where there is a C++ compiler; without one the install succeeds."""
+"""Builds the native CPU backend where there is a C++ compiler; without one the install succeeds.
 
+With LAPRUNE_REQUIRE_NATIVE set, as in the project's own setup, a failed build fails the install.
+"""
+
+import os
 import sys
 
 from setuptools import Extension, setup
@@ -30,7 +34,7 @@ setup(
             extra_compile_args=FLAGS,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
             language="c++",
-            optional=True,
+            optional=not os.environ.get("LAPRUNE_REQUIRE_NATIVE"),
         )
     ]
 )

@@ -81,12 +81,13 @@ struct Affine {
   T pivot, inv_t, c_hi, c_lo;
 
   Affine(double pivot_, double b, double t, double centre = 0)
-      : pivot(static_cast<T>(pivot_)), inv_t(static_cast<T>(1 / t)) {
+      : pivot(static_cast<T>(pivot_)),
+        inv_t(static_cast<T>(std::min(1 / t, static_cast<double>(std::numeric_limits<T>::max())))) {
     const double rest = pivot_ - static_cast<double>(pivot);  // 0 where the pivot is a score
     const double c = (b + rest) * static_cast<double>(inv_t) + centre;
     c_hi = static_cast<T>(c);
-    const double rest = c - static_cast<double>(c_hi);
-    c_lo = static_cast<T>(std::abs(rest) < 0.5 ? rest : 0);  // larger: every score is saturated
+    const double lost = c - static_cast<double>(c_hi);
+    c_lo = static_cast<T>(std::abs(lost) < 0.5 ? lost : 0);  // larger: every score is saturated
   }
   LAPRUNE_INLINE T operator()(T r) const { return (r - pivot) * inv_t - c_hi; }
 };
