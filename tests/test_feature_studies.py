@@ -74,6 +74,10 @@ def test_schedules_start_and_end_where_they_should() -> None:
     assert ANNEALED.at(0, 150) == 0
     assert ANNEALED.at(149, 150) == pytest.approx(0.9)
     assert FIXED.at(0, 150) == FIXED.at(149, 150) == 0.9
+    geometric = Method("laprune", 0.99, annealed="geometric")
+    assert geometric.at(0, 151) == 0
+    assert geometric.at(75, 151) == pytest.approx(0.9)
+    assert geometric.at(150, 151) == pytest.approx(0.99)
     cooling = Method("lapsum", 0.01, annealed=True)
     assert cooling.at(0, 150) == 1
     assert cooling.at(149, 150) == pytest.approx(0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -115,14 +115,18 @@ class Method(NamedTuple):
 
     operator: str
     softness: float
-    annealed: bool = False
+    annealed: bool | Literal["geometric"] = False
 
     def at(self, epoch: int, epochs: int) -> float:
-        """Gamma grows linearly from 0, a temperature falls geometrically from 1."""
+        """Gamma grows linearly from 0, or 1 - gamma falls geometrically from 1; so does t."""
         if not self.annealed:
             return self.softness
         done = epoch / (epochs - 1)
-        return self.softness * done if self.operator == "laprune" else self.softness**done
+        if self.operator != "laprune":
+            return self.softness**done
+        if self.annealed == "geometric":
+            return 1 - (1 - self.softness) ** done
+        return self.softness * done
 
 
 ANNEALED = Method("laprune", 0.9, annealed=True)
