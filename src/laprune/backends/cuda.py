@@ -1,0 +1,214 @@
+"""The CUDA backend: which Triton kernel serves which shape, and how it is launched.
+
+Nothing here waits for the device or reads from it: calls can be captured in a CUDA graph and run on
+any stream. Every reduction has a fixed order, so equal inputs give equal bits. Without Triton, or
+where it cannot launch a cooperative grid, the reference serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._contract import INFO_SIZE, STATE_SIZE
+from .reference import TOLERANCE
+
+SHORT = 1 << 15  # longest row that one program solves while there are rows enough
+COARSE = 16  # a very long row reads one tile in so many before all of itself
+VERY_LONG = 1 << 24
+LINE = 16  # numbers a program shows its team
+
+
+class Plan(NamedTuple):
+    """How a shape is cut into programs: tiles [unroll, rows, lanes, 4], and a team per long row."""
+
+    rows: int
+    lanes: int
+    unroll: int
+    team: int = 0
+    """0: short rows, one program for `rows` of them; else so many programs for each row."""
+
+    @property
+    def warps(self) -> int:
+        return max(1, self.rows * self.lanes // 32)
+
+
+@functools.cache
+def kernels() -> ModuleType | None:
+    """The kernels' module, or None where Triton cannot serve."""
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+
+        from . import _triton
+    except ImportError:
+        return None
+    fields = getattr(CUDAOptions, "__dataclass_fields__", {})
+    return _triton if "launch_cooperative_grid" in fields else None
+
+
+@functools.cache
+def _serves_device(index: int) -> bool:
+    if torch.version.hip is not None or kernels() is None:
+        return False
+    return torch.cuda.get_device_capability(index) >= (7, 0)
+
+
+def serves(scores: Tensor) -> bool:
+    return scores.device.type == "cuda" and _serves_device(scores.device.index)
+
+
+@functools.cache
+def _processors(index: int | None) -> int:
+    return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def short_plan(n: int, each: int, warps: int) -> Plan:
+    """About `each` scores of a row per thread, and so many warps."""
+    lanes = min(max(1, _power(n) // each), 32 * warps)
+    unroll = max(1, min(4, _power(n) // (4 * lanes)))
+    return Plan(32 * warps // lanes, lanes, unroll)
+
+
+def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Plan:
+    """Enough programs per row to fill the device once."""
+    tiles = -(-n // (unroll * 32 * warps * 4))
+    return Plan(1, 32 * warps, unroll, max(1, min(processors // max(rows, 1), tiles)))
+
+
+def plan(scores: Tensor, backward: bool) -> Plan:
+    rows, n = scores.shape
+    processors = _processors(scores.device.index)
+    if n <= SHORT and (n <= 4096 or rows * 2 > processors):
+        return short_plan(n, 16, 1) if n <= 512 else short_plan(n, 32, 4 if n <= 8192 else 8)
+    return long_plan(rows, n, processors, 16 if backward else 8, 4)
+
+
+class _Launch:
+    """What every kernel call of a shape shares."""
+
+    def __init__(self, scores: Tensor, values: Tensor | None, gated: bool, how: Plan) -> None:
+        import triton.language as tl
+
+        self.how = how
+        self.rows, self.n = scores.shape
+        wide = scores.dtype == torch.float64
+        work = tl.float64 if wide else tl.float32
+        width = how.unroll * how.lanes * 4
+        self.meets = how.team > 1
+        self.options: dict[str, Any] = {
+            "GATE": 0 if not gated else 2 if values is None else 1,
+            "T": work,
+            "U": how.unroll,
+            "LANES": how.lanes,
+            "EVEN": self.n % width == 0,
+            "num_warps": how.warps,
+        }
+        self.sums: dict[str, Any] = {"S": work if how.team == 0 else tl.float64}
+        self.team: dict[str, Any] = {"TEAM": self.meets, "LINES": _power(max(1, how.team))}
+        if self.meets and scores.is_cuda:
+            self.options["launch_cooperative_grid"] = True
+        self.tolerance = TOLERANCE[torch.float64 if wide else torch.float32]
+        tiles = -(-self.n // width)
+        self.few_tiles = tiles // COARSE if self.n >= VERY_LONG else tiles
+        self.grid = (self.rows * how.team if how.team else -(-self.rows // how.rows),)
+
+    def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Two lines per program, and a counter per row that starts at zero."""
+        if not self.meets:
+            return like, like
+        lines = like.new_empty((self.rows, 2, self.how.team, LINE), dtype=torch.float64)
+        return lines, like.new_zeros(self.rows, dtype=torch.int32)
+
+
+def _numbers(x: Tensor) -> tuple[Tensor, int]:
+    """One float64 per row, and its stride."""
+    x = x.detach().to(torch.float64)
+    return x, x.stride(0)
+
+
+def _device(scores: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext()
+
+
+def solve(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    how: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`reference.solve`."""
+    module = kernels()
+    assert module is not None
+    go = _Launch(scores, values, gated, how or plan(scores, backward=False))
+    r = scores.detach().contiguous()
+    v = r if values is None else values.detach().contiguous()
+    k, s_k = _numbers(k)
+    hardness, s_h = _numbers(hardness)
+    out = torch.empty_like(r)
+    state = r.new_empty((go.rows, STATE_SIZE), dtype=torch.float64)
+    info = r.new_empty((go.rows, INFO_SIZE), dtype=torch.int32)
+    if go.rows == 0:
+        return out, state, info
+    with _device(r):
+        if go.how.team == 0:
+            module.solve_rows[go.grid](
+                r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, *go.tolerance,
+                FIXED=fixed, ROWS=go.how.rows, **go.options,
+            )  # fmt: skip
+        else:
+            module.solve_long[go.grid](
+                r, v, out, k, hardness, state, info, *go.scratch(state), go.n, go.how.team,
+                s_k, s_h, *go.tolerance, go.few_tiles, FIXED=fixed, **go.options, **go.team,
+            )  # fmt: skip
+    return out, state, info
+
+
+def vjp(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    state: Tensor,
+    info: Tensor,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+    how: Plan | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """As :func:`reference.vjp`."""
+    module = kernels()
+    assert module is not None
+    go = _Launch(scores, values, gated, how or plan(scores, backward=True))
+    r, g = scores.detach().contiguous(), grad_out.detach().contiguous()
+    v = r if values is None else values.detach().contiguous()
+    k, s_k = _numbers(k)
+    hardness, s_h = _numbers(hardness)
+    state, info = state.detach().contiguous(), info.contiguous()
+    pull = state if grad_state is None else grad_state.detach().contiguous()
+    dscores = torch.empty_like(r)
+    dvalues = None if values is None else torch.empty_like(v)
+    dk = state.new_empty(go.rows)
+    dhardness = torch.empty_like(dk)
+    if go.rows == 0:
+        return dscores, dvalues, dk, dhardness
+    with _device(r):
+        module.vjp[go.grid](
+            r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info,
+            pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
+            FIXED=fixed, PULL=grad_state is not None, ROWS=go.how.rows, **go.options, **go.sums,
+            **go.team,
+        )  # fmt: skip
+    return dscores, dvalues, dk, dhardness

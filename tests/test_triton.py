@@ -1,0 +1,316 @@
+"""The Triton kernels against the reference: on a GPU if there is one, else in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so without a GPU one test runs this file
+in a process of its own. There, programs run one after another: a team has one program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from laprune.backends import Status, cuda, reference
+from laprune.backends._contract import OFFSET, TEMPERATURE
+from laprune.studies import inputs
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+kernels = pytest.mark.skipif(
+    not HAS_TRITON or not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter"
+)
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="no NVIDIA GPU")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, inside the interpreter
+
+TEAM = 2 if ON_GPU else 1
+PLANS = {
+    "rows": cuda.Plan(16, 4, 2),
+    "row": cuda.Plan(1, 64, 1),
+    "alone": cuda.Plan(1, 32, 2, team=1),
+    "team": cuda.Plan(1, 32, 4, team=TEAM),
+}
+REGIMES = list(PLANS)
+# Mask and gradient. The reference itself stops at 1e-8 in the log odds of gamma.
+TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.float64: (2e-9, 1e-7)}
+MASS = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Fresh memory is NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            __file__,
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def compare(regime, r, k, h, values=None, gated=False, fixed=False, pull=None):
+    """Mask, state, gradients and statuses of one regime against the reference in float64."""
+    r, k, h = r.to(DEVICE), k.to(DEVICE), h.to(DEVICE)
+    values = None if values is None else values.to(DEVICE)
+    how = PLANS[regime]
+    wide = [None if x is None else x.double() for x in (r, k, h, values)]
+    out, state, info = cuda.solve(r, k, h, values, gated, fixed, how=how)
+    want, want_state, want_info = reference.solve(*wide, gated, fixed)
+    assert out.dtype == r.dtype
+    assert info[:, 0].tolist() == want_info[:, 0].tolist()
+
+    mask_tol, grad_tol = TOLERANCE.get(r.dtype, (5e-3, 2e-2))
+    torch.testing.assert_close(out.double(), want, atol=mask_tol, rtol=0, equal_nan=True)
+    if not (gated or fixed) and r.dtype in MASS:
+        assert_constraints(
+            out[info[:, 0] == 0], r[info[:, 0] == 0], k[info[:, 0] == 0], h[info[:, 0] == 0]
+        )
+    g = torch.randn(r.shape, generator=torch.Generator().manual_seed(7)).to(r)
+    pull = None if pull is None else pull.to(DEVICE)
+    got = cuda.vjp(r, k, h, values, gated, fixed, state, info, g, pull, how=how)
+    want_grad = reference.vjp(*wide, gated, fixed, want_state, want_info, g.double(), pull)
+    # Where few scores are active the gradient nearly vanishes: measure it beside q g/t then.
+    raw = (want * (1 - want) * g / want_state[:, [TEMPERATURE]]).norm(dim=-1).nan_to_num()
+    for i, (ours, theirs) in enumerate(zip(got, want_grad, strict=True)):
+        if theirs is None:
+            assert ours is None
+            continue
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        ours, theirs = ours.double().nan_to_num(), theirs.nan_to_num()
+        # Row by row: a family with large gradients must not hide another.
+        off = (ours - theirs).reshape(len(r), -1).norm(dim=-1)
+        size = theirs.reshape(len(r), -1).norm(dim=-1)
+        floor = raw if i == 0 and not gated else 0.1
+        assert (off <= grad_tol * (size + floor)).all(), (i, off.tolist(), size.tolist())
+    return out, state, info
+
+
+def assert_constraints(p, r, k, h):
+    """Converged rows have their mass and their hardness, whatever the reference says."""
+    tol, p, n = MASS[p.dtype], p.double(), (r > -math.inf).sum(-1)
+    mean = (p.sum(-1) / n)[:, None]
+    spread = torch.where(r > -math.inf, p - mean, 0.0).square().sum(-1)
+    gamma = spread / (spread + (p * (1 - p)).sum(-1))
+    assert ((p.sum(-1) - k).abs() <= tol * k).all()
+    assert ((gamma - h).abs() <= 50 * tol * h).all(), (gamma - h).tolist()
+
+
+def families(names, n, dtype, each=1):
+    r = torch.cat([inputs.draw(name, each, n, seed=3, dtype=dtype) for name in names])
+    return r, inputs.budgets(len(r), n), inputs.hardnesses(len(r), 0.99)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(2, torch.float32), (63, torch.float64), (300, torch.float32)]
+)
+def test_rows_of_every_family(n, dtype):
+    names = ["gaussian", "uniform"] if n == 2 else list(inputs.REGISTRY)
+    compare("rows", *families(names, n, dtype, each=2))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("regime", "dtype", "some"),
+    [
+        ("alone", torch.float32, slice(0, None, 2)),
+        ("team", torch.float32, slice(1, None, 2)),
+        ("team", torch.float64, slice(0, None, 4)),
+    ],
+)
+def test_long_rows_of_every_family(regime, dtype, some):
+    names = list(inputs.REGISTRY)
+    compare(regime, *families(names if ON_GPU else names[some], 500, dtype))
+
+
+@kernels
+@pytest.mark.parametrize("regime", REGIMES)
+def test_edges(regime):
+    inf, nan = math.inf, math.nan
+    n = 40 if regime == "rows" else 300
+    r = inputs.draw("gaussian", 12, n, dtype=torch.float32)
+    r[0, 5] = nan
+    r[1, 7] = inf
+    r[2, 3:30] = -inf
+    r[3] = 2.5
+    r[4, 10:] = -inf
+    r[8, ::2] = -inf
+    r[9] = r[9].round()
+    k = torch.tensor([3, 3, 5, 4, 20, 0, n, 3.5, n // 2, 6, 7, nan], dtype=torch.float64)
+    h = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.9, 0.5, 0.5, 1, 0.5, 1, 0, 0.5], dtype=torch.float64)
+    out, _, info = compare(regime, r, k, h)
+    S = Status
+    expected = [S.NONFINITE, S.NONFINITE, S.CONVERGED, S.CONSTANT, S.INFEASIBLE, S.HARD, S.HARD]
+    expected += [S.HARD, S.HARD, S.HARD, S.UNIFORM, S.NONFINITE]
+    assert info[:, 0].tolist() == expected
+    assert (out[2, 3:30] == 0).all()
+    assert out[7].sum() == 3.5
+
+
+@kernels
+@pytest.mark.parametrize("regime", REGIMES)
+def test_hard_rows_serve_the_lowest_index_first(regime):
+    n = 200
+    r = torch.zeros(3, n)
+    r[1] = inputs.draw("integers", 1, n, dtype=torch.float32)[0]
+    r[2, ::2] = -0.0
+    k = torch.tensor([70.0, 41.25, 90.0], dtype=torch.float64)
+    out, state, _ = compare(
+        regime, r, k, torch.ones(3, dtype=torch.float64), gated=True, values=r + 1
+    )
+    assert state[0, OFFSET] == 70
+    assert (out[0, :70] == 1).all()
+    assert (out[0, 70:] == 0).all()
+    assert (out[2, :90] == 1).all()
+
+
+@kernels
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("own", [True, False])
+def test_gated_rows(regime, own):
+    r, k, h = families(["gaussian", "relu", "integers"], 150, torch.float32)
+    r[0, :9] = -math.inf
+    h[2] = 1
+    values = inputs.draw("laplace", 3, 150, dtype=torch.float32) if own else None
+    pull = torch.zeros(3, 5, dtype=torch.float64)
+    pull[:, OFFSET], pull[:, TEMPERATURE] = 0.3, -0.7
+    compare(regime, r, k, h, values=values, gated=True, pull=pull)
+
+
+@kernels
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_given_temperature(regime):
+    r, k, _ = families(["gaussian", "cauchy", "integers", "uniform"], 150, torch.float32)
+    t = torch.tensor([0.3, 2.0, math.inf, 0.0], dtype=torch.float64)
+    pull = torch.full((4, 5), 0.5, dtype=torch.float64)
+    _, state, _ = compare(regime, r, k, t, fixed=True, pull=pull)
+    assert state[:2, TEMPERATURE].tolist() == [0.3, 2.0]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types(dtype):
+    r, k, h = families(["gaussian", "uniform", "relu"], 100, dtype)
+    compare("rows", r, k, h.clamp(max=0.9))
+
+
+@kernels
+def test_a_few_tiles_precede_a_very_long_row(monkeypatch):
+    monkeypatch.setattr(cuda, "COARSE", 2)
+    monkeypatch.setattr(cuda, "VERY_LONG", 600)
+    r = inputs.draw("gaussian", 1, 1500, dtype=torch.float32)
+    compare("alone", r, torch.tensor([300.0]).double(), torch.tensor([0.7]).double())
+
+
+def test_plans_fill_their_warps():
+    for n in (1, 2, 63, 64, 65, 4096, 32768):
+        for each, warps in ((16, 1), (32, 4), (64, 8)):
+            how = cuda.short_plan(n, each, warps)
+            assert how.rows * how.lanes == 32 * how.warps
+            assert how.warps == warps
+    assert cuda.long_plan(1, 10**9, 132, 8, 4).team == 132
+    assert cuda.long_plan(4096, 100_000, 132, 8, 4).team == 1
+
+
+def test_serves_only_cuda():
+    assert not cuda.serves(torch.zeros(2, 3))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "n"),
+    [(1, 100_003), (3, 1_000_000), (1, 20_000_000), (700, 20_000), (5000, 64), (300, 16384)],
+)
+@pytest.mark.parametrize("name", ["gaussian", "cauchy", "relu"])
+def test_large_rows(rows, n, name):
+    r = inputs.draw(name, rows, n, dtype=torch.float32).cuda()
+    k = torch.full((rows,), n / 16, dtype=torch.float64, device="cuda")
+    h = torch.full_like(k, 0.9)
+    out, state, info = cuda.solve(r, k, h, None, False, False)
+    want, _, want_info = reference.solve(r.double(), k, h, None, False, False)
+    assert torch.equal(info[:, 0], want_info[:, 0])
+    torch.testing.assert_close(out.double(), want, atol=2e-6, rtol=0)
+    g = torch.randn_like(r)
+    got = cuda.vjp(r, k, h, None, False, False, state, info, g, None)[0].double()
+    raw = out.double() * (1 - out.double()) * g / state[:, [TEMPERATURE]]
+    want = reference.vjp(r.double(), k, h, None, False, False, state, info, g.double(), None)[0]
+    assert (got - want).norm() <= 1e-5 * want.norm() + 1e-6 * raw.norm()
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "n"), [(1, 1_000_000), (64, 300), (200, 30_000)])
+def test_no_sync_one_graph_same_bits(rows, n):
+    r = inputs.draw("gaussian", rows, n, dtype=torch.float32).cuda()
+    k = torch.full((rows,), 9.0, dtype=torch.float64, device="cuda")
+    h = torch.full_like(k, 0.9)
+
+    def both():
+        out, state, info = cuda.solve(r, k, h, None, False, False)
+        return out, *cuda.vjp(r, k, h, None, False, False, state, info, r, None)
+
+    torch.use_deterministic_algorithms(False)
+    first = both()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for a, b, c in zip(first, again, captured, strict=True):
+        if a is not None:
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_two_streams_do_not_meet():
+    r = inputs.draw("gaussian", 1, 400_000, dtype=torch.float32).cuda()
+    k, h = torch.tensor([[5000.0], [0.9]], dtype=torch.float64, device="cuda")
+    want = cuda.solve(r, k, h, None, False, False)[0]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(cuda.solve(r, k, h, None, False, False)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
