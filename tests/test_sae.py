@@ -284,6 +284,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_uninterrupted(
     def trainer(epochs: int) -> Trainer:
         torch.manual_seed(1)
         sae = SparseAutoencoder(12, 30, 4, batch=batch)
+        with torch.no_grad():
+            sae.encoder_bias[:3] = -50
         schedule = linear(0.0, 0.9, steps=6)
         aux = AuxK(k=4, dead_after=500)
         return Trainer(sae, epochs=epochs, batch_size=150, schedule=schedule, aux=aux, seed=3)
@@ -298,6 +300,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_uninterrupted(
         whole.sae.state_dict().values(), resumed.sae.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b)
+    assert (whole.silent[:3] == 6 * 400).all()
     assert torch.equal(whole.silent, resumed.silent)
     assert not list(tmp_path.glob("*.part"))
 

@@ -193,7 +193,21 @@ def probe(
     sae: SparseAutoencoder, data: Activations, some: Sequence[int], epochs: int, batch: int
 ) -> list[float]:
     """The test accuracy of a linear classifier on the hard codes, one per copy."""
-    train_codes, test_codes = (_codes(sae, x) for x in (data.train, data.test))
+    weight, bias = fit_probe(sae, data, some, epochs, batch)
+    codes, device = _codes(sae, data.test), data.test.device
+    right = torch.zeros(len(some), dtype=torch.int64, device=device)
+    for rows in torch.arange(len(data.test), device=device).split(batch):
+        rows = rows.expand(len(some), -1)
+        logits = torch.baddbmm(bias, _dense(codes, rows, sae.m), weight)
+        right += (logits.argmax(-1) == data.test_labels[rows]).sum(-1)
+    return [x / len(data.test) for x in right.tolist()]
+
+
+def fit_probe(
+    sae: SparseAutoencoder, data: Activations, some: Sequence[int], epochs: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    """Weights (copies, m, classes) and biases of the classifiers."""
+    codes = _codes(sae, data.train)
     draws = [torch.Generator().manual_seed(seed) for seed in some]
     bound = 1 / math.sqrt(sae.m)  # torch.nn.Linear's own start
     device = data.train.device
@@ -208,7 +222,7 @@ def probe(
     )
     for _ in range(epochs):
         for rows in orders(len(data.train), batch, draws, device):
-            logits = torch.baddbmm(bias, _dense(train_codes, rows, sae.m), weight)
+            logits = torch.baddbmm(bias, _dense(codes, rows, sae.m), weight)
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), data.train_labels[rows].flatten()
             )
@@ -216,13 +230,7 @@ def probe(
             # The mean is over all copies' samples; each copy's loss is a mean over its own.
             (loss * len(some)).backward()
             optimiser.step()
-    right = torch.zeros(len(some), dtype=torch.int64, device=device)
-    with torch.no_grad():
-        for rows in torch.arange(len(data.test), device=device).split(batch):
-            rows = rows.expand(len(some), -1)
-            logits = torch.baddbmm(bias, _dense(test_codes, rows, sae.m), weight)
-            right += (logits.argmax(-1) == data.test_labels[rows]).sum(-1)
-    return [x / len(data.test) for x in right.tolist()]
+    return weight.detach(), bias.detach()
 
 
 @torch.no_grad()
