@@ -7,14 +7,15 @@ import torch
 
 pytest.importorskip("sae_lens", reason="needs SAELens: make test-sae-lens")
 
-from sae_lens import SAE, TopKSAE, TrainingSAE
+from sae_lens import SAE, JumpReLUSAE, TopKSAE, TrainingSAE
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.registry import get_sae_training_class
 from sae_lens.saes.sae import TrainStepInput
 from sae_lens.training.sae_trainer import SAETrainer
 
 import laprune
-from laprune.sae.sae_lens import LaPruneTrainingSAE, LaPruneTrainingSAEConfig
+from laprune.sae import SparseAutoencoder, Trainer
+from laprune.sae.sae_lens import LaPruneTrainingSAE, LaPruneTrainingSAEConfig, to_sae_lens
 
 D, M, K, BATCH, STEPS = 12, 48, 4, 64, 60
 
@@ -32,13 +33,13 @@ def batches():
         yield parts[chosen].sum(1)
 
 
-def trained(sae: LaPruneTrainingSAE, **changes: object) -> SAETrainer:
+def trained(sae: LaPruneTrainingSAE, lr: float = 1e-2) -> SAETrainer:
     config = SAETrainerConfig(
         total_training_samples=STEPS * BATCH,
         device="cpu",
         autocast=False,
-        lr=1e-2,
-        lr_end=1e-3,
+        lr=lr,
+        lr_end=lr,
         lr_scheduler_name="constant",
         lr_warm_up_steps=0,
         adam_beta1=0.9,
@@ -52,7 +53,6 @@ def trained(sae: LaPruneTrainingSAE, **changes: object) -> SAETrainer:
         n_checkpoints=0,
         checkpoint_path=None,
         save_final_checkpoint=False,
-        **changes,
     )
     trainer = SAETrainer(config, sae, batches())
     trainer.fit()
@@ -82,12 +82,15 @@ def test_a_training_step_uses_the_soft_mask_at_the_scheduled_gamma() -> None:
 def test_the_trainer_sees_true_counts(mode: str) -> None:
     sae = autoencoder(mode=mode)
     with torch.no_grad():
-        sae.b_enc[:5] = -50  # never selected, and yet a soft mask lets something of them pass
+        sae.W_enc[:, :5] *= 1e-3  # too small to be selected, and yet a soft mask lets them pass
     out = sae.training_forward_pass(step_input(next(batches()), 0.5))
+    soft = out.hidden_pre.relu() * laprune.soft_topk(out.hidden_pre, K, 0.5)
+    assert soft[:, :5].any(0).all()
     assert (out.feature_acts != 0).sum(-1).max() <= K
     assert not out.feature_acts[:, :5].any()
-    trainer = trained(sae)
+    trainer = trained(sae, lr=1e-9)
     assert trainer.dead_neurons[:5].all()
+    assert not trainer.dead_neurons[5:].all()
 
 
 @pytest.mark.parametrize("mode", ["soft", "ste"])
@@ -128,3 +131,24 @@ def test_a_training_checkpoint_comes_back(tmp_path) -> None:
     assert type(again) is LaPruneTrainingSAE
     assert again.activation_fn.gamma.item() == pytest.approx(0.6)
     torch.testing.assert_close(again(x), sae(x))
+
+
+@pytest.mark.parametrize(("batch", "kind"), [(False, TopKSAE), (True, JumpReLUSAE)])
+def test_our_own_autoencoders_become_stock_ones(batch: bool, kind: type, tmp_path) -> None:
+    torch.manual_seed(0)
+    sae, x = SparseAutoencoder(D, M, K, postact="relu", batch=batch), next(batches())
+    trainer = Trainer(sae)
+    for some, _ in zip(batches(), range(20), strict=False):
+        trainer.step(some)
+    stock = to_sae_lens(sae.eval())
+    assert type(stock) is kind
+    torch.testing.assert_close(stock.encode(x), sae.encode(x))
+    stock.save_model(tmp_path)
+    torch.testing.assert_close(SAE.load_from_disk(tmp_path)(x), sae(x).reconstruction)
+
+
+def test_what_saelens_cannot_say_is_refused() -> None:
+    with pytest.raises(ValueError, match="postact='relu'"):
+        to_sae_lens(SparseAutoencoder(D, M, K))
+    with pytest.raises(ValueError, match=r"a whole k, got 2\.5"):
+        to_sae_lens(SparseAutoencoder(D, M, 2.5, postact="relu"))

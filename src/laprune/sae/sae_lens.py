@@ -14,7 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sae_lens import TopKSAEConfig, TopKTrainingSAE, TopKTrainingSAEConfig
+from sae_lens import (
+    SAE,
+    JumpReLUSAE,
+    JumpReLUSAEConfig,
+    TopKSAE,
+    TopKSAEConfig,
+    TopKTrainingSAE,
+    TopKTrainingSAEConfig,
+)
 from sae_lens.registry import SAE_TRAINING_CLASS_REGISTRY, register_sae_training_class
 from sae_lens.saes.sae import (
     SAEConfig,
@@ -24,7 +32,8 @@ from sae_lens.saes.sae import (
 )
 from torch import Tensor
 
-from .activations import Mode, TopKActivation
+from .activations import BatchTopKActivation, Mode, TopKActivation
+from .autoencoder import SparseAutoencoder
 
 ARCHITECTURE = "laprune_topk"
 
@@ -82,7 +91,34 @@ class LaPruneTrainingSAE(TopKTrainingSAE):
         del state_dict["activation_fn.gamma"]
 
 
+def to_sae_lens(sae: SparseAutoencoder) -> SAE[Any]:
+    """An autoencoder of ours as a stock SAELens one: TopK, or JumpReLU for batch top-k.
+
+    SAELens rectifies what it selects, so ours must have been trained with ``postact="relu"``.
+    """
+    activation = sae.activation
+    if not isinstance(activation, TopKActivation) or activation.postact != "relu":
+        raise ValueError("SAELens needs a top-k activation with postact='relu'")
+    size = {"d_in": sae.d, "d_sae": sae.m, "device": str(sae.decoder.device)}
+    weights = {
+        "W_enc": sae.encoder.mT,
+        "b_enc": sae.encoder_bias,
+        "W_dec": sae.decoder,
+        "b_dec": sae.pre_bias,
+    }
+    stock: SAE[Any]
+    if isinstance(activation, BatchTopKActivation):
+        stock = JumpReLUSAE(JumpReLUSAEConfig(**size))
+        weights["threshold"] = activation.threshold.expand(sae.m)
+    elif activation.k == int(activation.k):
+        stock = TopKSAE(TopKSAEConfig(**size, k=int(activation.k)))
+    else:
+        raise ValueError(f"SAELens needs a whole k, got {activation.k}")
+    stock.load_state_dict({name: w.detach().contiguous() for name, w in weights.items()})
+    return stock
+
+
 if ARCHITECTURE not in SAE_TRAINING_CLASS_REGISTRY:
     register_sae_training_class(ARCHITECTURE, LaPruneTrainingSAE, LaPruneTrainingSAEConfig)
 
-__all__ = ["LaPruneTrainingSAE", "LaPruneTrainingSAEConfig"]
+__all__ = ["LaPruneTrainingSAE", "LaPruneTrainingSAEConfig", "to_sae_lens"]
