@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,8 +83,26 @@ def test_images_are_read_in_order_and_missing_ones_are_noticed(tmp_path: Path) -
     _sheets(folder, "train", 1)
     with pytest.raises(MissingData, match="holds 1000 of 2000 train images"):
         harvest.cifar100(tmp_path, "train")
-    with pytest.raises(MissingData, match="give its folder with --data"):
+    with pytest.raises(MissingData, match="give the folder that holds cifar100/"):
         harvest.cifar100(None, "train")
+
+
+def test_what_is_missing_is_left_to_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    with pytest.raises(MissingData, match="torchvision, if installed, would download"):
+        harvest.cifar100(tmp_path, "train")
+    fake = types.ModuleType("torchvision.datasets")
+    images = np.zeros((4, 32, 32, 3), dtype=np.uint8)
+    fake.CIFAR100 = lambda root, train, download: types.SimpleNamespace(
+        data=images + train, targets=[1, 2, 3, 4]
+    )
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", fake)
+    found, labels = harvest.cifar100(tmp_path, "train")
+    assert found.max() == found.min() == 1
+    assert labels.tolist() == [1, 2, 3, 4]
 
 
 def test_features_are_those_of_resized_normalised_images() -> None:

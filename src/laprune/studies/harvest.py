@@ -1,8 +1,8 @@
 """Activations of image networks: CIFAR-100 through a frozen ImageNet backbone, up to its avgpool.
 
 The data folder holds `cifar100/` (lossless WebP sheets of 1,000 images, 25 rows of 40, and
-`labels.npz`) and, for MobileNetV2, torchvision's own weights in `mobilenet_v2/`. Without the
-weights the backbone is torchvision's ResNet-18, which downloads its own.
+`labels.npz`) and, for MobileNetV2, torchvision's own weights in `mobilenet_v2/`. What is not there
+torchvision downloads: the images into that folder, and for a backbone ResNet-18, the paper's.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def synthetic(n: int = 400, d: int = 24, classes: int = 5, seed: int = 10**6) ->
 
 def harvest(options: Options) -> Activations:
     """All images through the backbone."""
+    splits = [cifar100(options.data, split) for split in ("train", "test")]
     name = backbone(options)
     network = (_mobilenet(options) if name == "mobilenet_v2" else _resnet()).to(options.device)
     parts: list[Tensor] = []
-    for split in ("train", "test"):
-        images, labels = cifar100(options.data, split)
+    for images, labels in splits:
         parts += [features(network, images, options.device), torch.from_numpy(labels)]
     return Activations(*parts)
 
@@ -117,12 +117,14 @@ def features(network: nn.Module, images: NDArray[np.uint8], device: str) -> Tens
 
 def cifar100(data: Path | None, split: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Images (n, 32, 32, 3) and fine labels."""
+    if data is None:
+        raise MissingData("give the folder that holds cifar100/, or is to hold it, with --data")
+    folder = data / "cifar100"
+    sheets = sorted(folder.glob(f"{split}-*.webp"))
+    if not sheets:
+        return _downloaded(data, split)
     from PIL import Image
 
-    folder = None if data is None else data / "cifar100"
-    sheets = [] if folder is None else sorted(folder.glob(f"{split}-*.webp"))
-    if folder is None or not sheets:
-        raise MissingData(f"CIFAR-100 is not in {data}: give its folder with --data")
     images = np.concatenate(
         [
             np.asarray(Image.open(sheet).convert("RGB"))
@@ -136,6 +138,17 @@ def cifar100(data: Path | None, split: str) -> tuple[NDArray[np.uint8], NDArray[
     if len(labels) != len(images):
         raise MissingData(f"{folder} holds {len(images)} of {len(labels)} {split} images")
     return images, labels
+
+
+def _downloaded(data: Path, split: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    try:
+        from torchvision.datasets import CIFAR100
+    except ModuleNotFoundError:
+        raise MissingData(
+            f"no cifar100/{split}-*.webp in {data}; torchvision, if installed, would download"
+        ) from None
+    found = CIFAR100(data, train=split == "train", download=True)
+    return found.data, np.array(found.targets)
 
 
 def _weights(data: Path | None) -> Path | None:

@@ -130,7 +130,9 @@ def _model(options: Options) -> Llama:
 
 def _texts(model: Llama, size: Size, options: Options) -> Tensor:
     """Texts of the model's own, the same for every method; kept where there is a cache."""
-    path = None if options.cache is None or options.quick else options.cache / f"{MODEL}.pt"
+    path = None
+    if options.cache is not None and not options.quick:
+        path = options.cache / f"{MODEL}_{size.train + size.test}x{size.length}.pt"
     if path is not None and path.exists():
         return torch.load(path, weights_only=True).to(options.device)
     g = torch.Generator(options.device).manual_seed(0)
