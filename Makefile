@@ -8,13 +8,18 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 # A broken native backend must not pass for a missing compiler.
 export LAPRUNE_REQUIRE_NATIVE ?= 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-sae-lens test-dictionary-learning lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/laprune demo
 
 test: $(VENV)/ready-test
 	$(BIN)/pytest --numprocesses auto
+
+# The packages our adapters serve are heavy: each has an environment of its own.
+test-sae-lens test-dictionary-learning: test-%: .venv-%/ready
+	.venv-$*/bin/pytest -W default -o addopts=--doctest-modules \
+		tests/test_$(subst -,_,$*).py src/laprune/sae/$(subst -,_,$*).py
 
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
@@ -37,5 +42,13 @@ $(VENV)/ready-test: $(VENV)/ready
 	$(PIP) --no-build-isolation --editable '.[test,lint]'
 	touch $@
 
+# dictionary_learning draws in a torchvision it does not use, built for another torch.
+.venv-%/ready: pyproject.toml setup.py constraints.txt $(wildcard src/laprune/backends/native/*)
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --constraint constraints.txt setuptools wheel torch
+	.venv-$*/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,$*]'
+	.venv-$*/bin/pip uninstall --quiet --yes torchvision
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/laprune/backends/_native*.so
+	rm -rf $(VENV) .venv-* build dist src/*.egg-info src/laprune/backends/_native*.so

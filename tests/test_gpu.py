@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import laprune
+from laprune.sae import AuxK, SparseAutoencoder, Trainer, evaluate
 from laprune.studies import inputs
 
 pytestmark = [
@@ -49,3 +50,41 @@ def test_a_million_scores(dtype):
     d = laprune.diagnostics(laprune.soft_topk(r, 62_500, 0.9))
     assert abs(d.mass.item() / 62_500 - 1) < 1e-6
     assert abs((1 - d.gamma.item()) / 0.1 - 1) < 1e-3
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("mode", ["soft", "ste", "hard"])
+def test_autoencoders_train_as_on_the_cpu(mode, batch):
+    x = inputs.draw("gaussian", 200, 24, dtype=torch.float32)
+    found = []
+    for device in ("cpu", "cuda"):
+        g = torch.Generator().manual_seed(0)
+        sae = SparseAutoencoder(24, 96, 8, 0.8, mode=mode, batch=batch, generator=g).to(device)
+        trainer = Trainer(sae, aux=AuxK(k=8, dead_after=400))
+        errors = [trainer.step(x.to(device)).cpu() for _ in range(4)]
+        found.append((torch.stack(errors), *(y.cpu() for y in evaluate(sae, x.to(device)))))
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_training_step_does_not_wait_for_the_gpu(batch):
+    sae = SparseAutoencoder(24, 96, 8, mode="hard", postact="relu", batch=batch).cuda()
+    trainer = Trainer(sae, aux=AuxK(k=8, dead_after=400))
+    x = torch.randn(200, 24, device="cuda")
+    trainer.step(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_checkpoint_moves_between_devices(tmp_path):
+    x = torch.randn(200, 24)
+    path = tmp_path / "run.safetensors"
+    for epochs, device in ((1, "cpu"), (2, "cuda"), (3, "cpu")):
+        torch.manual_seed(0)
+        trainer = Trainer(SparseAutoencoder(24, 96, 8).to(device), epochs=epochs, batch_size=64)
+        history = trainer.fit(x.to(device), progress=False, checkpoint=path)
+        assert len(history) == epochs

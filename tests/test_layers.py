@@ -76,4 +76,6 @@ def test_the_walk_sees_what_it_should() -> None:
     assert imports(Path("nn.py")) == {"functional"}
     assert "studies" in imports(Path("cli.py"))
     assert imports(Path("studies/scaling.py")) >= {"studies", "baselines", PUBLIC}
+    assert imports(Path("sae/activations.py")) == {"functional"}
+    assert imports(Path("studies/sae_images.py")) >= {"studies", "sae"}
     assert {p.parts[0].removesuffix(".py") for p in MODULES} >= OPERATOR

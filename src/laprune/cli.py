@@ -33,6 +33,9 @@ STUDIES = (
     "feature_selection",
     "feature_budget",
     "selector_comparison",
+    "sae_images",
+    "sae_cost",
+    "sae_language",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
 
@@ -121,6 +124,9 @@ def reproduce(
     data: Annotated[
         Path | None, typer.Option(help="Folder with the real data some studies need.")
     ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for harvested activations, to use them again.")
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="How many seeds; the study's own if not given.")
     ] = None,
@@ -128,7 +134,7 @@ def reproduce(
     results: Results = Path("results"),
 ) -> None:
     """Compute, store and draw the paper's tables and figures."""
-    from .studies.lab import Options, console, run
+    from .studies.lab import MissingData, Options, console, run
 
     if list_:
         for name in STUDIES:
@@ -137,8 +143,16 @@ def reproduce(
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
-    options = Options(device=_device(device), seeds=seeds, quick=quick, data=data)
+    options = Options(device=_device(device), seeds=seeds, quick=quick, data=data, cache=cache)
+    left_out = False
     for name in names or STUDIES:
         study = _study(name)
-        records = run(study, options, results)
+        try:
+            records = run(study, options, results)
+        except MissingData as error:
+            left_out = True
+            console.print(f"{name} left out: {error}")
+            continue
         console.print("written:", *map(str, study.draw(records, results)))
+    if left_out:
+        raise typer.Exit(1)

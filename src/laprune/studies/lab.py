@@ -44,6 +44,11 @@ class Options:
     seeds: int | None = None  # None: as many as the study wants
     quick: bool = False
     data: Path | None = None
+    cache: Path | None = None  # a folder for what is costly to make again
+
+
+class MissingData(RuntimeError):
+    """A study needs data that are not there; the message says which."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""LaPrune in dictionary_learning: its top-k dictionary with a mask of hardness gamma.
+
+``dict_class=LaPruneDictionary`` is all its ``TopKTrainer`` needs
+(``pip install 'laprune[dictionary-learning]'``); :class:`LaPruneTrainer` also anneals gamma. What
+is saved loads as a stock ``AutoEncoderTopK``.
+
+>>> ae = LaPruneDictionary(activation_dim=8, dict_size=32, k=4)
+>>> (ae.eval().encode(torch.randn(5, 8)) != 0).sum(-1).max().item()
+4
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from dictionary_learning.trainers.top_k import AutoEncoderTopK, TopKTrainer
+from torch import Tensor
+
+from laprune.functional import Mode, gated_topk
+from laprune.schedules import Schedule, constant
+
+
+class LaPruneDictionary(AutoEncoderTopK):
+    """``AutoEncoderTopK`` whose codes are soft while training, and as ever in evaluation.
+
+    The top-k values and indices it gives beside the codes are the hard ones, so that the trainer
+    counts dead latents truly.
+    """
+
+    gamma: Tensor
+
+    def __init__(
+        self, activation_dim: int, dict_size: int, k: int, gamma: float = 0.9, mode: Mode = "soft"
+    ) -> None:
+        super().__init__(activation_dim, dict_size, k)
+        self.mode, self._budget = mode, k
+        # Not saved, so that a stock dictionary can load what is.
+        self.register_buffer("gamma", torch.empty((), dtype=torch.float64), persistent=False)
+        self.set_gamma(gamma)
+
+    def set_gamma(self, gamma: float) -> None:
+        """Change the hardness in place."""
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+        self.gamma.fill_(gamma)
+
+    def encode(self, x: Tensor, return_topk: bool = False, use_threshold: bool = False) -> Any:
+        if use_threshold or not self.training:
+            return super().encode(x, return_topk, use_threshold)
+        u = self.encoder(x - self.b_dec)
+        rectified = u.relu()
+        codes = gated_topk(rectified, self._budget, self.gamma, scores=u, mode=self.mode)
+        if not return_topk:
+            return codes
+        top = rectified.topk(self._budget, sorted=False, dim=-1)
+        return codes, top.values, top.indices, rectified
+
+
+class LaPruneTrainer(TopKTrainer):
+    """``TopKTrainer`` for :class:`LaPruneDictionary`, with gamma as a function of the step.
+
+    Args:
+        schedule: as in :mod:`laprune.schedules`; 0.9 throughout if None.
+        mode: ``"soft"`` or ``"ste"``.
+        kwargs: those of ``TopKTrainer``.
+    """
+
+    def __init__(
+        self, *, schedule: Schedule | None = None, mode: Mode = "soft", **kwargs: Any
+    ) -> None:
+        self.schedule = constant(0.9) if schedule is None else schedule
+        super().__init__(dict_class=functools.partial(LaPruneDictionary, mode=mode), **kwargs)
+
+    def update(self, step: int, x: Tensor) -> float:
+        self.ae.set_gamma(self.schedule(step))
+        return super().update(step, x)
+
+
+__all__ = ["LaPruneDictionary", "LaPruneTrainer"]
