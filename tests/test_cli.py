@@ -1,0 +1,187 @@
+"""The command line as a user meets it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import laprune
+from laprune import cli
+from laprune.commands import UserError, doctor
+from laprune.commands import solve as solving
+
+SCORES = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.5, 0.1, -1.0, 4.0]], dtype=torch.float64)
+
+
+def invoke(*arguments: object) -> Result:
+    outcome = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
+    return outcome
+
+
+def complaint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> tuple[int, str]:
+    """Exit code and standard error of a command that fails."""
+    monkeypatch.setattr(sys, "argv", ["laprune", *(str(a) for a in arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert out == ""
+    return end.value.code, err
+
+
+def save(folder: Path, kind: str, scores: torch.Tensor = SCORES) -> Path:
+    path = folder / f"scores{kind}"
+    if kind == ".pt":
+        torch.save(scores, path)
+    elif kind == ".npy":
+        np.save(path, scores.numpy())
+    else:
+        np.savetxt(path, scores.numpy(), delimiter=",")
+    return path
+
+
+@pytest.mark.parametrize("kind", solving.KINDS)
+def test_solve_writes_the_mask_beside_the_scores(kind: str, tmp_path: Path) -> None:
+    path = save(tmp_path, kind)
+    outcome = invoke("solve", path, "--k", 2, "--gamma", 0.8, "--json")
+    summary = json.loads(outcome.stdout)
+    mask = solving.read(Path(summary["out"]))
+    torch.testing.assert_close(mask, laprune.soft_topk(SCORES, 2, 0.8), rtol=0, atol=1e-15)
+    assert Path(summary["out"]) == tmp_path / f"scores.mask{kind}"
+    assert summary["status"] == {"CONVERGED": 2}
+    assert summary["mass"] == pytest.approx([2, 2])
+    assert summary["realised_gamma"] == pytest.approx([0.8, 0.8])
+
+
+def test_solve_draws_and_tells(tmp_path: Path) -> None:
+    picture, out = tmp_path / "mask.png", tmp_path / "mask.csv"
+    outcome = invoke(
+        "solve",
+        save(tmp_path, ".npy"),
+        "--k",
+        2,
+        "--gamma",
+        0.8,
+        "--picture",
+        picture,
+        "--out",
+        out,
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(out.read_text().splitlines()) == 2
+    assert "█" in outcome.stdout
+    assert "CONVERGED 2" in outcome.stdout
+
+
+def test_solve_keeps_the_type_and_takes_a_column(tmp_path: Path) -> None:
+    half = save(tmp_path, ".pt", SCORES.to(torch.bfloat16))
+    invoke("solve", half, "--k", 1, "--gamma", 0.5)
+    assert torch.load(tmp_path / "scores.mask.pt").dtype == torch.bfloat16
+    column = tmp_path / "column.csv"
+    column.write_text("3\n1\n2\n0\n")
+    invoke("solve", column, "--k", 1, "--gamma", 0.5)
+    assert solving.read(tmp_path / "column.mask.csv").shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["solve", "nowhere.npy", "--k", "2", "--gamma", "0.5"], "no such file: nowhere.npy"),
+        (["solve", "scores.txt", "--k", "2", "--gamma", "0.5"], "must end in one of"),
+        (["solve", "{npy}", "--k", "9", "--gamma", "0.5"], "k must lie in [0, 4], got 9"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "1.5"], "gamma must lie in [0, 1], got 1.5"),
+        (["solve", "{npy}", "--k", "2"], "Missing option '--gamma'"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "1", "--device", "tpu"], "tpu is not available"),
+        (["solve", "{bad}", "--k", "2", "--gamma", "0.5"], "cannot read"),
+        (["report", "--results", "nowhere"], "no results in nowhere"),
+        (["reproduce", "nothing"], "unknown: nothing"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = tmp_path / "bad.npy"
+    bad.write_text("not an array")
+    files = {"npy": str(save(tmp_path, ".npy")), "bad": str(bad)}
+    code, err = complaint(capsys, monkeypatch, *(a.format(**files) for a in arguments))
+    assert code == 2
+    assert said in err
+    assert err.startswith("laprune: ")
+    assert err.count("\n") == 1
+
+
+def test_an_interruption_is_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", stop)
+    code, err = complaint(capsys, monkeypatch)
+    assert code == cli.INTERRUPTED
+    assert err.count("\n") == 1
+
+
+def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:
+    torch.save({"scores": SCORES}, tmp_path / "dict.pt")
+    with pytest.raises(UserError, match="holds a dict"):
+        solving.read(tmp_path / "dict.pt")
+    np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
+    with pytest.raises(UserError, match="cannot read"):
+        solving.read(tmp_path / "objects.npy")
+
+
+def test_doctor_finds_this_installation_healthy() -> None:
+    found = json.loads(invoke("doctor", "--json").stdout)
+    assert found["healthy"]
+    assert found["packages"]["torch"] == torch.__version__
+    cpu = next(d for d in found["devices"] if d["device"] == "cpu")
+    assert cpu["backend"] in {"cpu", "reference"}
+    assert {t["dtype"] for t in cpu["tests"]} == {"float32", "float64"}
+    text = invoke("doctor").stdout
+    assert "served by" in text
+    assert "passed" in text
+
+
+def test_doctor_notices_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = laprune.solve
+
+    def wrong(scores: torch.Tensor, *arguments: object) -> laprune.Solution:
+        s = right(scores, *arguments)
+        return s._replace(mask=s.mask + 1e-3 * (scores.dtype == torch.float32))
+
+    monkeypatch.setattr(laprune, "solve", wrong)
+    assert not doctor.self_test("cpu", torch.float32)["passed"]
+    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 1
+
+
+def test_doctor_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(laprune, "solve", crash)
+    assert doctor.self_test("cpu", torch.float64)["error"] == "RuntimeError: out of order"
+
+
+def test_every_command_has_help() -> None:
+    for command in ("demo", "reproduce", "solve", "doctor", "report", "bench", "bench operator"):
+        assert "Usage:" in invoke(*command.split(), "--help").stdout
+
+
+def test_the_list_is_there_for_scripts() -> None:
+    abouts = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert list(abouts) == list(cli.STUDIES)
+    assert all(abouts.values())
