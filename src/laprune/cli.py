@@ -74,8 +74,9 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
-    # A command without arguments "fails" with its help.
-    print(message if "\n" in message else f"laprune: {message}", file=sys.stderr)
+    # A command without arguments fails with its help, which is printed already or is the message.
+    if message:
+        print(message if "\n" in message else f"laprune: {message}", file=sys.stderr)
     return 2
 
 
@@ -247,9 +248,11 @@ def doctor(json_: Json = False) -> None:
             console.print(f"  {name:14} {version or '-'}", highlight=False)
         for device in found["devices"]:
             console.print(f"{device['device']}: {device['hardware']}", highlight=False)
-            console.print(f"  served by {device['backend']}: {escape(device['why'])}")
+            console.print(
+                f"  served by {device['backend']}: {escape(device['why'])}", soft_wrap=True
+            )
             for test in device["tests"]:
-                console.print(f"  {_verdict(test)}", highlight=False)
+                console.print(f"  {_verdict(test)}", highlight=False, soft_wrap=True)
     if not found["healthy"]:
         raise typer.Exit(1)
 

@@ -5,7 +5,7 @@
   const { solve, lapsum, measure, floor, meanField, gammaFor, draw, DISTRIBUTIONS } =
     globalThis.laprune;
   const N = 400, BINS = 25, WIDTH = 460, HEIGHT = 250;
-  const MARGIN = { left: 42, right: 10, top: 10, bottom: 38 };
+  const MARGIN = { left: 56, right: 10, top: 10, bottom: 38 };
 
   function element(parent, name, attributes = {}, text = "") {
     const svg = ["svg", "path", "line", "text", "rect", "title"].includes(name);
@@ -63,7 +63,7 @@
       element(svg, "text", { x: x(v), y: y(0) + 16, "text-anchor": "middle" }, String(v));
     const middle = (x(0) + x(xmax)) / 2;
     element(svg, "text", { x: middle, y: HEIGHT - 4, "text-anchor": "middle" }, xlabel);
-    const turn = `translate(11 ${y(0.5)}) rotate(-90)`;
+    const turn = `translate(13 ${y(0.5)}) rotate(-90)`;
     element(svg, "text", { transform: turn, "text-anchor": "middle" }, ylabel);
     return { svg, x, y, path: (name) => element(svg, "path", { class: name }) };
   }
