@@ -109,7 +109,9 @@
       laprune: [over.path("laprune line"), counts.path("laprune bar")],
     };
 
-    const table = element(element(host, "div", { class: "numbers" }), "table");
+    const frame = element(host, "div", { class: "numbers" });
+    // A class of its own keeps the page's style for tables away.
+    const table = element(frame, "table", { class: "laprune-table" });
     const head = element(element(table, "thead"), "tr");
     for (const [text, name] of [["", ""], ["LaPrune", "laprune"], ["predicted (mean field)", ""],
       ["floor, any scores", ""], ["LapSum", "lapsum"]])
