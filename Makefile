@@ -7,8 +7,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 # A broken native backend must not pass for a missing compiler.
 export LAPRUNE_REQUIRE_NATIVE ?= 1
+# The versions that build the site are pinned; news about later ones is no concern of a build.
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/laprune demo
@@ -20,6 +22,10 @@ lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/ready-docs
+	$(BIN)/mkdocs build --strict
+	@echo open site/index.html
 
 format: $(VENV)/ready-test
 	$(BIN)/ruff check --fix .
@@ -37,5 +43,9 @@ $(VENV)/ready-test: $(VENV)/ready
 	$(PIP) --no-build-isolation --editable '.[test,lint]'
 	touch $@
 
+$(VENV)/ready-docs: $(VENV)/ready
+	$(PIP) --no-build-isolation --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/laprune/backends/_native*.so
+	rm -rf $(VENV) build dist site src/*.egg-info src/laprune/backends/_native*.so
