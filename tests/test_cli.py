@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -133,6 +134,38 @@ def test_an_interruption_is_not_a_traceback(
     code, err = complaint(capsys, monkeypatch)
     assert code == cli.INTERRUPTED
     assert err.count("\n") == 1
+
+
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = str(tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["laprune", "reproduce", "hardness_path", "--results", folder])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("laprune: this needs matplotlib: pip install")
+
+
+def test_a_study_that_cannot_be_imported_is_still_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> None:
+        raise ModuleNotFoundError("no", name="scipy")
+
+    monkeypatch.setattr(cli, "_study", refuse)
+    assert set(json.loads(invoke("reproduce", "--list", "--json").stdout).values()) == {
+        "needs scipy"
+    }
+
+
+def test_everything_the_package_reads_is_packaged() -> None:
+    root = Path(laprune.__file__).parent
+    text = (root.parent.parent / "pyproject.toml").read_text()
+    globs = re.findall(r'"([^"]+)"', re.search(r"^laprune = (\[.*\])$", text, re.MULTILINE)[1])
+    packaged = {p for glob in globs for p in root.glob(glob)}
+    kept = {".py", ".pyc", ".so", ".pyd", ".hpp", ".cpp"}
+    read = {p for p in root.rglob("*") if p.is_file() and p.suffix not in kept}
+    assert read <= packaged
 
 
 def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:

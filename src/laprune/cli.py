@@ -63,6 +63,10 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UserError as error:
         code = _complain(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "laprune").split(".")[0] == "laprune":
+            raise
+        code = _complain(f"this needs {error.name}: pip install 'laprune[studies,select]'")
     except (KeyboardInterrupt, typer.Abort):
         print("laprune: interrupted; the same command goes on from here", file=sys.stderr)
         code = INTERRUPTED
@@ -94,6 +98,17 @@ def _device(name: str) -> str:
 
 def _study(module: str) -> Study:
     return importlib.import_module(f".studies.{module}", __package__).STUDY
+
+
+def _abouts(names: tuple[str, ...]) -> dict[str, str]:
+    """What each study is about, or which package is missing to say."""
+    abouts = {}
+    for name in names:
+        try:
+            abouts[name] = _study(name).about
+        except ModuleNotFoundError as error:
+            abouts[name] = f"needs {error.name}"
+    return abouts
 
 
 @app.command()
@@ -174,7 +189,7 @@ def reproduce(
     from .studies.lab import Options, console, run
 
     if list_:
-        abouts = {name: _study(name).about for name in STUDIES}
+        abouts = _abouts(STUDIES)
         if json_:
             print(json.dumps(abouts))
         else:
@@ -269,7 +284,7 @@ def report(
     from .commands import report as job
     from .studies.lab import console
 
-    page = job.gather(results, {name: _study(name).about for name in REPORTED})
+    page = job.gather(results, _abouts(REPORTED))
     job.write(page, out)
     if json_:
         print(json.dumps(page.comparison()))
