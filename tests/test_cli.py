@@ -127,12 +127,13 @@ def test_errors_are_one_line_and_a_code(
 def test_an_interruption_is_not_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(**_: object) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "app", stop)
-    code, err = complaint(capsys, monkeypatch)
+    monkeypatch.setattr(doctor, "examine", stop)
+    code, err = complaint(capsys, monkeypatch, "doctor")
     assert code == cli.INTERRUPTED
+    assert err.startswith("laprune: interrupted")
     assert err.count("\n") == 1
 
 

@@ -68,12 +68,13 @@ def main() -> None:
             raise
         code = _complain(f"this needs {error.name}: pip install 'laprune[studies,select]'")
     except (KeyboardInterrupt, typer.Abort):
-        print("laprune: interrupted; the same command goes on from here", file=sys.stderr)
         code = INTERRUPTED
     except Exception as error:
         if not isinstance(error, _UsageError):  # type: ignore[arg-type]
             raise
         code = _complain(error.format_message())  # type: ignore[attr-defined]
+    if code == INTERRUPTED:  # some versions of typer return it
+        print("laprune: interrupted; the same command goes on from here", file=sys.stderr)
     sys.exit(code)
 
 
