@@ -56,6 +56,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    torch.set_printoptions(profile="default")  # a page may have changed them
 
 
 @pytest.mark.usefixtures("one_thread")
