@@ -174,8 +174,10 @@ def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a dict"):
         solving.read(tmp_path / "dict.pt")
     np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
-    with pytest.raises(UserError, match="cannot read"):
-        solving.read(tmp_path / "objects.npy")
+    torch.save(print, tmp_path / "objects.pt")
+    for name in ("objects.npy", "objects.pt"):
+        with pytest.raises(UserError, match="cannot read"):
+            solving.read(tmp_path / name)
 
 
 def test_doctor_finds_this_installation_healthy() -> None:

@@ -81,6 +81,13 @@ def test_lapsum_and_measures() -> None:
         assert measured["zero"] + measured["one"] == pytest.approx(d.near_binary.item(), abs=1e-9)
 
 
+@pytest.mark.parametrize("k", [1.4996, 1.5, 1.5004])
+def test_a_barrier_beside_a_score(k: float) -> None:
+    r = [1.0, 0.0, -1.0]
+    p = laprune.lapsum_topk(torch.tensor(r, dtype=torch.float64), k, 1.0)
+    assert call([["lapsum", r, k, 1.0]])[0] == pytest.approx(p.tolist(), abs=1e-12)
+
+
 def _peaks(f: Any) -> Any:
     return lambda x: 0.7 * f(x, 0, 0.2) + 0.3 * f(x, 4, 0.2)
 

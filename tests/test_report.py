@@ -120,6 +120,13 @@ def test_the_page_stands_alone(page: report.Page, tmp_path: Path) -> None:
     assert len(re.findall(r'<td[^>]* class="differs"', text)) == 2
 
 
+def test_a_file_belongs_to_the_longest_name(tmp_path: Path) -> None:
+    for name in ("first.svg", "first_second.svg", "first_second_third.svg"):
+        (tmp_path / name).write_text(SVG)
+    page = report.gather(tmp_path, {"first": "", "first_second": ""})
+    assert [len(s.figures) for s in page.sections] == [1, 2]
+
+
 def test_no_results_no_page(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no results"):
         report.gather(tmp_path / "nowhere", {})
