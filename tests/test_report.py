@@ -61,6 +61,31 @@ def test_the_paper_is_beside_ours(page: report.Page) -> None:
     assert found == {"near": True, "far <b>": False}
 
 
+def test_tables_of_other_shapes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "wide.md").write_text(
+        """# Wide
+
+## setting: about it
+
+| method | F1, paper | ours | difference | time, paper | ours | difference | more |
+|---|--:|--:|--:|--:|--:|--:|--:|
+| a | 0.5 ± 0.1 | 0.9 ± 0.1 | +0.4 | 1.0 | 1.0 | +0.0 | 3 |
+| b |  | 0.9 |  | | 1.0 |  | 3 |
+
+| the paper's claim | here | there |
+|---|--:|--:|
+| a above b | +0.1 (p = 0.01) holds | -0.1 (p = 0.2) no difference shown |
+"""
+    )
+    found = report.gather(tmp_path, {"wide": ""}).comparison()
+    assert [(c["quantity"], c["paper"], c["difference"], c["agrees"]) for c in found] == [
+        ("setting: a, F1", "0.5 ± 0.1", "+0.4", False),
+        ("setting: a, time", "1.0", "+0.0", True),
+        ("here: a above b", "claimed", "holds", True),
+        ("there: a above b", "claimed", "no difference shown", False),
+    ]
+
+
 @pytest.mark.parametrize(
     ("paper", "ours", "verdict"),
     [

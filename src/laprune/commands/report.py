@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -26,13 +25,15 @@ NOTE = "not_reproduced.md"
 """A file among the results that says, in words, what could not be reproduced and why."""
 ROUNDING = 1e-6
 """Where the paper says zero, what float32 masks may be off by."""
+CLAIM = "the paper's claim"
+"""The first head of tables that say, for each setting, whether a claim holds."""
 BOUNDS = {"≲", "≤", "<"}
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 _MEDIA = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 class Comparison(NamedTuple):
-    """One number of the paper and ours."""
+    """One number, or one claim, of the paper and ours."""
 
     study: str
     quantity: str
@@ -246,12 +247,15 @@ def _render(text: str, study: str, rows: list[Comparison] | None = None) -> tupl
 
 
 def _compare(tokens: list[Token], study: str) -> list[Comparison]:
-    """Mark the difference cells of tables that have the paper beside ours."""
-    found = []
+    """Mark the cells of tables that have the paper beside ours, or say which claims hold."""
+    found: list[Comparison] = []
+    heading = ""
     header: list[str] = []
     cells: list[tuple[Token, str]] = []
     for i, token in enumerate(tokens):
-        if token.type == "table_open":
+        if token.type == "heading_open":
+            heading = tokens[i + 1].content.partition(":")[0] + ": "
+        elif token.type == "table_open":
             header = []
         elif token.type == "th_open":
             header.append(tokens[i + 1].content)
@@ -259,18 +263,47 @@ def _compare(tokens: list[Token], study: str) -> list[Comparison]:
             cells = []
         elif token.type == "td_open":
             cells.append((token, tokens[i + 1].content))
-        elif token.type == "tr_close" and len(cells) == len(header) >= 4:
-            if header[1] != "paper" or header[-1] != "difference":
-                continue
-            quantity, paper, ours, difference = (cells[j][1] for j in (0, 1, 2, -1))
-            verdict = agrees(paper, ours)
-            if verdict is None:
-                continue
-            cells[-1][0].attrJoin("class", "agrees" if verdict else "differs")
-            found.append(
-                Comparison(study, html.unescape(quantity), paper, ours, difference, verdict)
-            )
+        elif token.type == "tr_close" and cells:
+            judge = _judge_claims if header[0] == CLAIM else _judge_numbers
+            found += judge(study, heading, header, cells)
     return found
+
+
+def _judge_numbers(
+    study: str, heading: str, header: list[str], cells: list[tuple[Token, str]]
+) -> list[Comparison]:
+    """Columns "paper" or "F1, paper", followed by ours and the difference."""
+    found = []
+    for j in range(1, len(header) - 2):
+        of, _, what = header[j].rpartition(", ")
+        if what != "paper" or header[j + 2] != "difference":
+            continue
+        paper, ours, difference = (text for _, text in cells[j : j + 3])
+        verdict = agrees(paper, ours)
+        if verdict is not None:
+            _mark(cells[j + 2][0], verdict)
+            quantity = heading + cells[0][1] + (f", {of}" if of else "")
+            found.append(Comparison(study, quantity, paper, ours, difference, verdict))
+    return found
+
+
+def _judge_claims(
+    study: str, heading: str, header: list[str], cells: list[tuple[Token, str]]
+) -> list[Comparison]:
+    """One claim per line, one setting per column; the cell ends with what became of it."""
+    found = []
+    for name, (token, text) in zip(header[1:], cells[1:], strict=True):
+        holds = text.endswith("holds")
+        _mark(token, holds)
+        numbers, _, verdict = text.rpartition(") ")
+        found.append(
+            Comparison(study, f"{name}: {cells[0][1]}", "claimed", f"{numbers})", verdict, holds)
+        )
+    return found
+
+
+def _mark(cell: Token, agreeing: bool) -> None:
+    cell.attrJoin("class", "agrees" if agreeing else "differs")
 
 
 def _asset(name: str) -> str:
