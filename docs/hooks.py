@@ -17,6 +17,7 @@ EXPLORER = ROOT / "src" / "laprune" / "explorer"
 log = logging.getLogger("mkdocs.hooks.laprune")
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.S)
+_FUNCTION = re.compile(r"<(m[io])>(log|ln)</\1>(?!<mo[^>]*>&#x00028;)")
 _PLACE = re.compile(r"^\[\[results:(\w+)\]\]$", re.M)
 
 
@@ -60,4 +61,6 @@ def on_page_content(content: str, **_: Any) -> str:
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match.group(1) == "div" else "inline"
     formula = convert(html.unescape(match.group(2)).strip(), display=display)
+    # A function's name stands apart from its argument, as in TeX.
+    formula = _FUNCTION.sub(r'\g<0><mspace width="0.17em"></mspace>', formula)
     return f'<div class="formula">{formula}</div>' if display == "block" else formula
