@@ -62,6 +62,21 @@ def test_solve_writes_the_mask_beside_the_scores(kind: str, tmp_path: Path) -> N
     assert summary["realised_gamma"] == pytest.approx([0.8, 0.8])
 
 
+def test_json_stays_json_at_the_endpoints(tmp_path: Path) -> None:
+    path = save(tmp_path, ".npy")
+    summary = json.loads(invoke("solve", path, "--k", 2, "--gamma", 0, "--json").stdout)
+    assert summary["status"] == {"UNIFORM": 2}
+    assert summary["barrier"] == summary["temperature"] == [None, None]
+
+
+def test_a_row_with_nan_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    path.write_text("1,nan,0\n2,3,4\n")
+    summary = json.loads(invoke("solve", path, "--k", 1, "--gamma", 0.5, "--json").stdout)
+    assert summary["status"] == {"NONFINITE": 1, "CONVERGED": 1}
+    assert summary["mass"] == pytest.approx([1, 1])
+
+
 def test_solve_draws_and_tells(tmp_path: Path) -> None:
     picture, out = tmp_path / "mask.png", tmp_path / "mask.csv"
     outcome = invoke(

@@ -240,7 +240,7 @@ def solve(
         job.picture(first, p, k, gamma, picture)
         summary["picture"] = str(picture)
     if json_:
-        print(json.dumps(summary))
+        print(json.dumps(job.plain(summary), allow_nan=False))
         return
     console.print(job.sketch(p), highlight=False, markup=False)
     for name, value in summary.items():

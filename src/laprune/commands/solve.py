@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,18 @@ def summary(solution: Solution, diagnostics: Diagnostics, k: float, gamma: float
     }
 
 
+def plain(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary for JSON, which has no infinity and no NaN: they become null.
+
+    >>> plain({"k": 2.0, "barrier": [float("nan"), 1.0]})
+    {'k': 2.0, 'barrier': [None, 1.0]}
+    """
+    return {
+        name: [x if math.isfinite(x) else None for x in value] if isinstance(value, list) else value
+        for name, value in summary.items()
+    }
+
+
 def run(scores: Tensor, k: float, gamma: float) -> tuple[Solution, dict[str, Any]]:
     """The solution of every row (along the last dimension) and its summary."""
     try:
@@ -98,7 +111,7 @@ def sketch(mask: Tensor, width: int = 64, height: int = SKETCH_HEIGHT) -> str:
     █
     ██▂
     """
-    ranked = mask.detach().double().reshape(-1).sort(descending=True).values
+    ranked = mask.detach().double().nan_to_num().reshape(-1).sort(descending=True).values
     columns = torch.stack([part.mean() for part in ranked.tensor_split(min(width, len(ranked)))])
     levels = (columns * height * (len(BARS) - 1)).round().long()
     full = len(BARS) - 1
@@ -158,6 +171,7 @@ _READERS = {".npy": _read_npy, ".csv": _read_csv, ".pt": _read_pt}
 
 
 def _range(x: Tensor) -> list[float]:
-    """Smallest and largest over the rows."""
+    """Smallest and largest over the rows that have a number; NaN if none has."""
     x = x.double()
-    return [float(x.min()), float(x.max())]
+    x = x[~x.isnan()]
+    return [float(x.min()), float(x.max())] if len(x) else [math.nan, math.nan]
