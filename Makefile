@@ -7,8 +7,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 # A broken native backend must not pass for a missing compiler.
 export LAPRUNE_REQUIRE_NATIVE ?= 1
+# The versions that build the site are pinned; news about later ones is no concern of a build.
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test test-sae-lens test-dictionary-learning lint format clean
+.PHONY: demo test test-sae-lens test-dictionary-learning lint docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/laprune demo
@@ -26,6 +28,10 @@ lint: $(VENV)/ready-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/ready-test
+	$(BIN)/mkdocs build --strict
+	@echo open site/index.html
+
 format: $(VENV)/ready-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,7 +45,7 @@ $(VENV)/ready: pyproject.toml setup.py constraints.txt $(wildcard src/laprune/ba
 	touch $@
 
 $(VENV)/ready-test: $(VENV)/ready
-	$(PIP) --no-build-isolation --editable '.[test,lint]'
+	$(PIP) --no-build-isolation --editable '.[test,lint,docs]'
 	touch $@
 
 # dictionary_learning draws in a torchvision it does not use, built for another torch.
@@ -51,4 +57,4 @@ $(VENV)/ready-test: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* build dist src/*.egg-info src/laprune/backends/_native*.so
+	rm -rf $(VENV) .venv-* build dist site src/*.egg-info src/laprune/backends/_native*.so

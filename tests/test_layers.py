@@ -1,4 +1,4 @@
-"""Imports point one way: cli, studies, baselines and applications, nn, functional, op, backends."""
+"""Imports point one way: cli, commands, studies, applications, nn, functional, op, backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import laprune
 
 ROOT = Path(laprune.__file__).parent
 DEPTH = {
-    "cli": 0,
+    "cli": -1,
+    "commands": 0,
     "studies": 1,
     # baselines and every application: 2
     "nn": 3,

@@ -169,3 +169,12 @@ def test_diagnostics_leave_out_what_was_excluded(backend: str) -> None:
     for one, other in zip(laprune.diagnostics(p, eligible=may), inside, strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(inside.gamma, torch.full((3,), 0.7, dtype=torch.float64))
+
+
+def test_diagnostics_of_a_lost_row_are_lost_and_the_others_are_not(backend: str) -> None:
+    r = normal(3, 20)
+    r[1, 4] = math.nan
+    d = laprune.diagnostics(laprune.soft_topk(r, 5, 0.7))
+    for field in (d.mass, d.gamma, d.overlap):
+        assert field.isnan().tolist() == [False, True, False]
+    assert d.gamma[[0, 2]].tolist() == pytest.approx([0.7, 0.7])

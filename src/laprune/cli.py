@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 
+from .commands import UserError
+
 if TYPE_CHECKING:
     from .studies.lab import Study
 
 app = typer.Typer(
-    help="Differentiable top-k masks with exact mass and controlled hardness.", no_args_is_help=True
+    help="Differentiable top-k masks with exact mass and controlled hardness.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 bench = typer.Typer(
     help="Benchmarks: what is measured is stored, and drawn from what is stored.",
@@ -38,10 +44,48 @@ STUDIES = (
     "sae_language",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
+REPORTED = (*STUDIES, "bench_operator", "scaling")
+"""What the report expects in the results: the studies and the benchmarks."""
 
 Results = Annotated[Path, typer.Option(help="Where records, figures and tables are kept.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that takes seconds.")]
+
+
+INTERRUPTED = 130
+"""The exit code of a command stopped from the keyboard, as shells have it."""
+
+# click's own, wherever typer keeps it.
+_UsageError = typer.BadParameter.__base__
+
+
+def main() -> None:
+    """The command line with errors of one line: 1 a check failed, 2 the request was wrong."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        code = _complain(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "laprune").split(".")[0] == "laprune":
+            raise
+        code = _complain(f"this needs {error.name}: pip install 'laprune[studies,select]'")
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, _UsageError):  # type: ignore[arg-type]
+            raise
+        code = _complain(error.format_message())  # type: ignore[attr-defined]
+    if code == INTERRUPTED:  # some versions of typer return it
+        print("laprune: interrupted; the same command goes on from here", file=sys.stderr)
+    sys.exit(code)
+
+
+def _complain(message: str) -> int:
+    # A command without arguments fails with its help, which is printed already or is the message.
+    if message:
+        print(message if "\n" in message else f"laprune: {message}", file=sys.stderr)
+    return 2
 
 
 def _device(name: str) -> str:
@@ -58,6 +102,17 @@ def _device(name: str) -> str:
 
 def _study(module: str) -> Study:
     return importlib.import_module(f".studies.{module}", __package__).STUDY
+
+
+def _abouts(names: tuple[str, ...]) -> dict[str, str]:
+    """What each study is about, or which package is missing to say."""
+    abouts = {}
+    for name in names:
+        try:
+            abouts[name] = _study(name).about
+        except ModuleNotFoundError as error:
+            abouts[name] = f"needs {error.name}"
+    return abouts
 
 
 @app.command()
@@ -120,6 +175,7 @@ def reproduce(
         list[str] | None, typer.Argument(help="Which tables and figures; all if none.")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Only list them.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
     device: Device = "auto",
     data: Annotated[
         Path | None, typer.Option(help="Folder with the real data some studies need.")
@@ -133,12 +189,19 @@ def reproduce(
     quick: Quick = False,
     results: Results = Path("results"),
 ) -> None:
-    """Compute, store and draw the paper's tables and figures."""
+    """Compute, store and draw the paper's tables and figures.
+
+    What is on file is not measured again, so an interrupted run goes on where it stopped.
+    """
     from .studies.lab import MissingData, Options, console, run
 
     if list_:
-        for name in STUDIES:
-            console.print(f"{name:24} {_study(name).about}")
+        abouts = _abouts(STUDIES)
+        if json_:
+            print(json.dumps(abouts))
+        else:
+            for name, about in abouts.items():
+                console.print(f"{name:24} {about}", soft_wrap=True)
         return
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
@@ -156,3 +219,108 @@ def reproduce(
         console.print("written:", *map(str, study.draw(records, results)))
     if left_out:
         raise typer.Exit(1)
+
+
+@app.command()
+def solve(
+    file: Annotated[
+        Path, typer.Argument(help="Scores: .npy, .csv or .pt; rows along the last dimension.")
+    ],
+    k: Annotated[float, typer.Option(help="The mass of each row, 0 to n.")],
+    gamma: Annotated[float, typer.Option(help="Hardness: 0 uniform, 1 hard top-k.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the mask goes: .npy, .csv or .pt; beside the scores if not given."
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the mask into this .png, .svg or .pdf.")
+    ] = None,
+    device: Device = "cpu",
+    json_: Json = False,
+) -> None:
+    """Solve the scores in a file: mask out, a summary, and a picture of the first row."""
+    from .commands import solve as job
+    from .studies.lab import console
+
+    scores = job.read(file)
+    solution, summary = job.run(scores.to(_device(device)), k, gamma)
+    summary["out"] = str(out or job.beside(file))
+    job.write(Path(summary["out"]), solution.mask.cpu())
+    n = scores.shape[-1]
+    first, p = scores.reshape(-1, n)[0], solution.mask.cpu().reshape(-1, n)[0]
+    if picture is not None:
+        job.picture(first, p, k, gamma, picture)
+        summary["picture"] = str(picture)
+    if json_:
+        print(json.dumps(job.plain(summary), allow_nan=False))
+        return
+    console.print(job.sketch(p), highlight=False, markup=False)
+    for name, value in summary.items():
+        console.print(f"{name:15} {_brief(value)}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Versions, which backend serves which device and why, and a self-test of each."""
+    from rich.markup import escape
+
+    from .commands import doctor as job
+    from .studies.lab import console
+
+    found = job.examine()
+    if json_:
+        print(json.dumps(found))
+    else:
+        console.print(f"python {found['python']} on {found['system']}", highlight=False)
+        for name, version in found["packages"].items():
+            console.print(f"  {name:14} {version or '-'}", highlight=False)
+        for device in found["devices"]:
+            console.print(f"{device['device']}: {device['hardware']}", highlight=False)
+            console.print(
+                f"  served by {device['backend']}: {escape(device['why'])}", soft_wrap=True
+            )
+            for test in device["tests"]:
+                console.print(f"  {_verdict(test)}", highlight=False, soft_wrap=True)
+    if not found["healthy"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("laprune-report.html"),
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the comparison with the paper as JSON.")
+    ] = False,
+) -> None:
+    """One page with every figure and table the results hold, to read anywhere, offline."""
+    from .commands import report as job
+    from .studies.lab import console
+
+    page = job.gather(results, _abouts(REPORTED))
+    job.write(page, out)
+    if json_:
+        print(json.dumps(page.comparison()))
+    else:
+        console.print(f"written: {out}", soft_wrap=True)
+
+
+def _brief(value: object) -> str:
+    """A summary's value in one line; a range that is one number is written once."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        low, high = (f"{x:.9g}" for x in value)
+        return low if low == high else f"{low} to {high}"
+    return str(value)
+
+
+def _verdict(test: dict[str, object]) -> str:
+    errors = "  ".join(
+        f"{name} {test[f'{name}_error']:.0e}" for name in ("mass", "mask", "gradient")
+    )
+    told = f"  {test['error']}" if test["error"] else ""
+    word = "[green]passed[/green]" if test["passed"] else "[red]FAILED[/red]"
+    return f"self-test {test['dtype']}: {word}  largest errors: {errors}{told}"

@@ -52,7 +52,8 @@ def diagnostics(
     spread = ((p - (mass / n)[..., None]).square() * ok).sum(-1)
     softness = (p * (1 - p) * ok).sum(-1)
     binary = ((p < eps) | (p > 1 - eps)).to(p.dtype)
-    top = hard_topk(p, mass.round().clamp(min=1))
+    # A row of NaN has no k: any will do, since what is made of it is NaN again.
+    top = hard_topk(p, mass.round().clamp(min=1).nan_to_num(1.0))
     return Diagnostics(
         mass,
         spread / (spread + softness),

@@ -151,9 +151,9 @@ def gated_topk(
     Args:
         values: what is gated, shaped as the scores.
         scores: what is selected by; the values themselves if None.
-        k, gamma, dim, mask, mode: as in :func:`soft_topk`.
 
-    Backward keeps the values, the scores if they differ, and five numbers per row.
+    Other arguments as in :func:`soft_topk`. Backward keeps the values, the scores if they differ,
+    and five numbers per row.
     """
     _check_mode(mode)
     _check_floating(values, "values")

@@ -1,0 +1,238 @@
+"""The command line as a user meets it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import laprune
+from laprune import cli
+from laprune.commands import UserError, doctor
+from laprune.commands import solve as solving
+
+SCORES = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.5, 0.1, -1.0, 4.0]], dtype=torch.float64)
+
+
+def invoke(*arguments: object) -> Result:
+    outcome = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
+    return outcome
+
+
+def complaint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> tuple[int, str]:
+    """Exit code and standard error of a command that fails."""
+    monkeypatch.setattr(sys, "argv", ["laprune", *(str(a) for a in arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert out == ""
+    return end.value.code, err
+
+
+def save(folder: Path, kind: str, scores: torch.Tensor = SCORES) -> Path:
+    path = folder / f"scores{kind}"
+    if kind == ".pt":
+        torch.save(scores, path)
+    elif kind == ".npy":
+        np.save(path, scores.numpy())
+    else:
+        np.savetxt(path, scores.numpy(), delimiter=",")
+    return path
+
+
+@pytest.mark.parametrize("kind", solving.KINDS)
+def test_solve_writes_the_mask_beside_the_scores(kind: str, tmp_path: Path) -> None:
+    path = save(tmp_path, kind)
+    outcome = invoke("solve", path, "--k", 2, "--gamma", 0.8, "--json")
+    summary = json.loads(outcome.stdout)
+    mask = solving.read(Path(summary["out"]))
+    torch.testing.assert_close(mask, laprune.soft_topk(SCORES, 2, 0.8), rtol=0, atol=1e-15)
+    assert Path(summary["out"]) == tmp_path / f"scores.mask{kind}"
+    assert summary["status"] == {"CONVERGED": 2}
+    assert summary["mass"] == pytest.approx([2, 2])
+    assert summary["realised_gamma"] == pytest.approx([0.8, 0.8])
+
+
+def test_json_stays_json_at_the_endpoints(tmp_path: Path) -> None:
+    path = save(tmp_path, ".npy")
+    summary = json.loads(invoke("solve", path, "--k", 2, "--gamma", 0, "--json").stdout)
+    assert summary["status"] == {"UNIFORM": 2}
+    assert summary["barrier"] == summary["temperature"] == [None, None]
+
+
+def test_a_row_with_nan_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    path.write_text("1,nan,0\n2,3,4\n")
+    summary = json.loads(invoke("solve", path, "--k", 1, "--gamma", 0.5, "--json").stdout)
+    assert summary["status"] == {"NONFINITE": 1, "CONVERGED": 1}
+    assert summary["mass"] == pytest.approx([1, 1])
+
+
+def test_solve_draws_and_tells(tmp_path: Path) -> None:
+    picture, out = tmp_path / "mask.png", tmp_path / "mask.csv"
+    outcome = invoke(
+        "solve",
+        save(tmp_path, ".npy"),
+        "--k",
+        2,
+        "--gamma",
+        0.8,
+        "--picture",
+        picture,
+        "--out",
+        out,
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(out.read_text().splitlines()) == 2
+    assert "█" in outcome.stdout
+    assert "CONVERGED 2" in outcome.stdout
+
+
+def test_solve_keeps_the_type_and_takes_a_column(tmp_path: Path) -> None:
+    half = save(tmp_path, ".pt", SCORES.to(torch.bfloat16))
+    invoke("solve", half, "--k", 1, "--gamma", 0.5)
+    assert torch.load(tmp_path / "scores.mask.pt").dtype == torch.bfloat16
+    column = tmp_path / "column.csv"
+    column.write_text("3\n1\n2\n0\n")
+    invoke("solve", column, "--k", 1, "--gamma", 0.5)
+    assert solving.read(tmp_path / "column.mask.csv").shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["solve", "nowhere.npy", "--k", "2", "--gamma", "0.5"], "no such file: nowhere.npy"),
+        (["solve", "scores.txt", "--k", "2", "--gamma", "0.5"], "must end in one of"),
+        (["solve", "{npy}", "--k", "9", "--gamma", "0.5"], "k must lie in [0, 4], got 9"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "1.5"], "gamma must lie in [0, 1], got 1.5"),
+        (["solve", "{npy}", "--k", "2"], "Missing option '--gamma'"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "1", "--device", "tpu"], "tpu is not available"),
+        (["solve", "{bad}", "--k", "2", "--gamma", "0.5"], "cannot read"),
+        (["report", "--results", "nowhere"], "no results in nowhere"),
+        (["reproduce", "nothing"], "unknown: nothing"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = tmp_path / "bad.npy"
+    bad.write_text("not an array")
+    files = {"npy": str(save(tmp_path, ".npy")), "bad": str(bad)}
+    code, err = complaint(capsys, monkeypatch, *(a.format(**files) for a in arguments))
+    assert code == 2
+    assert said in err
+    assert err.startswith("laprune: ")
+    assert err.count("\n") == 1
+
+
+def test_an_interruption_is_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", stop)
+    code, err = complaint(capsys, monkeypatch, "doctor")
+    assert code == cli.INTERRUPTED
+    assert err.startswith("laprune: interrupted")
+    assert err.count("\n") == 1
+
+
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = str(tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["laprune", "reproduce", "hardness_path", "--results", folder])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("laprune: this needs matplotlib: pip install")
+
+
+def test_a_study_that_cannot_be_imported_is_still_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> None:
+        raise ModuleNotFoundError("no", name="scipy")
+
+    monkeypatch.setattr(cli, "_study", refuse)
+    assert set(json.loads(invoke("reproduce", "--list", "--json").stdout).values()) == {
+        "needs scipy"
+    }
+
+
+def test_everything_the_package_reads_is_packaged() -> None:
+    root = Path(laprune.__file__).parent
+    text = (root.parent.parent / "pyproject.toml").read_text()
+    globs = re.findall(r'"([^"]+)"', re.search(r"^laprune = (\[.*\])$", text, re.MULTILINE)[1])
+    packaged = {p for glob in globs for p in root.glob(glob)}
+    kept = {".py", ".pyc", ".so", ".pyd", ".hpp", ".cpp"}
+    read = {p for p in root.rglob("*") if p.is_file() and p.suffix not in kept}
+    assert read <= packaged
+
+
+def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:
+    torch.save({"scores": SCORES}, tmp_path / "dict.pt")
+    with pytest.raises(UserError, match="holds a dict"):
+        solving.read(tmp_path / "dict.pt")
+    np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
+    torch.save(print, tmp_path / "objects.pt")
+    for name in ("objects.npy", "objects.pt"):
+        with pytest.raises(UserError, match="cannot read"):
+            solving.read(tmp_path / name)
+
+
+def test_doctor_finds_this_installation_healthy() -> None:
+    found = json.loads(invoke("doctor", "--json").stdout)
+    assert found["healthy"]
+    assert found["packages"]["torch"] == torch.__version__
+    cpu = next(d for d in found["devices"] if d["device"] == "cpu")
+    assert cpu["backend"] in {"cpu", "reference"}
+    assert {t["dtype"] for t in cpu["tests"]} == {"float32", "float64"}
+    text = invoke("doctor").stdout
+    assert "served by" in text
+    assert "passed" in text
+
+
+def test_doctor_notices_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = laprune.solve
+
+    def wrong(scores: torch.Tensor, *arguments: object) -> laprune.Solution:
+        s = right(scores, *arguments)
+        return s._replace(mask=s.mask + 1e-3 * (scores.dtype == torch.float32))
+
+    monkeypatch.setattr(laprune, "solve", wrong)
+    assert not doctor.self_test("cpu", torch.float32)["passed"]
+    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 1
+
+
+def test_doctor_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(laprune, "solve", crash)
+    assert doctor.self_test("cpu", torch.float64)["error"] == "RuntimeError: out of order"
+
+
+def test_every_command_has_help() -> None:
+    for command in ("demo", "reproduce", "solve", "doctor", "report", "bench", "bench operator"):
+        assert "Usage:" in invoke(*command.split(), "--help").stdout
+
+
+def test_the_list_is_there_for_scripts() -> None:
+    abouts = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert list(abouts) == list(cli.STUDIES)
+    assert all(abouts.values())
