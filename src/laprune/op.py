@@ -1,7 +1,8 @@
 """The operator as PyTorch sees it: two custom ops, and the autograd functions around them.
 
 The ops are opaque to tracing (``torch.compile``, ``export``, fake tensors) and go to whichever
-backend serves the device. The autograd functions hold no mathematics: they say which op is whose
+backend serves the device; where nothing traces, the backend is called without the ops' ceremony. The
+autograd functions hold no mathematics: they say which op is whose
 derivative, and leave second derivatives and forward mode to the differentiable formulas of the
 reference.
 """
@@ -23,6 +24,12 @@ def solve_op(
     scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of scores (rows, n) to (mask or mask * values, state, info)."""
+    return _solve(scores, k, hardness, values, gated, fixed)
+
+
+def _solve(
+    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     on_host = scores.device.type == "cpu"
     if on_host:
         _check_rows(scores.shape[-1], k, hardness, fixed)
@@ -65,16 +72,31 @@ def _(scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_sta
     return torch.empty_like(scores), dvalues, torch.empty_like(k), torch.empty_like(hardness)
 
 
+def _is_traced(scores: Tensor) -> bool:
+    """Whether anything but plain eager execution sees these scores."""
+    return (
+        type(scores) not in (Tensor, torch.nn.Parameter)
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def _check_rows(n: int, k: Tensor, hardness: Tensor, fixed: bool) -> None:
     """Refuse values that only real tensors show; elsewhere such rows come back as NaN."""
-    name, high = ("temperature", torch.inf) if fixed else ("gamma", 1.0)
-    for label, x, largest in (("k", k, float(n)), (name, hardness, high)):
-        wrong = ~((x >= 0) & (x <= largest))
-        if wrong.any():
+    name, most = ("temperature", torch.inf) if fixed else ("gamma", 1.0)
+    for label, x, largest in (("k", k, float(n)), (name, hardness, most)):
+        if not len(x):
+            continue
+        low, high = (bound.item() for bound in x.aminmax())
+        if not (low >= 0 and high <= largest):  # NaN is neither
+            wrong = ~((x >= 0) & (x <= largest))
             raise ValueError(f"{label} must lie in [0, {largest:g}], got {x[wrong][0].item():g}")
 
 
 def _report(info: Tensor) -> None:
+    if not len(info) or int(info[:, 0].max()) < Status.INFEASIBLE:
+        return
     for status, what in (
         (Status.STALLED, "did not converge"),
         (Status.INFEASIBLE, "have fewer eligible entries than k; all of them are selected"),
@@ -100,7 +122,8 @@ class TopK(torch.autograd.Function):
 
     @staticmethod
     def forward(scores, k, hardness, values, gated, fixed):  # type: ignore[no-untyped-def]
-        return solve_op(scores, k, hardness, values, gated, fixed)
+        run = solve_op if _is_traced(scores) else _solve
+        return run(scores, k, hardness, values, gated, fixed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -118,7 +141,10 @@ class TopK(torch.autograd.Function):
         scores, k, hardness, values, state, info = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(scores)
-        ds, dv, dk, dh = Vjp.apply(
+        # Without a graph of its own, the gradient needs no autograd function.
+        plain = not (torch.is_grad_enabled() or _is_traced(grad_out))
+        run = pick(scores).vjp if plain else Vjp.apply
+        ds, dv, dk, dh = run(
             scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, grad_out, grad_state
         )
         return ds, dk, dh, dv if values is not None else None, None, None

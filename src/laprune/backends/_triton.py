@@ -310,16 +310,24 @@ def _tile_seen(b_x, T: tl.constexpr):
 
 
 @triton.jit
-def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, GATE: tl.constexpr,
-          T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
-          LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, AHEAD: tl.constexpr,
+          GATE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+          ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The sums at a point, and, where asked, the mask there and how many scores are eligible (BAD
     for each bad one)."""
     lanes = _zero8(ROWS, LANES, T)
     seen = tl.zeros([LANES, ROWS, 4], T)
+    if AHEAD:
+        b_next = _loads(p_x, _stop(walk[0], walk) * U, n_cols, -INF, T, U, LANES, EVEN)
     for j in range(walk[0], walk[1], walk[2]):
         i = _stop(j, walk) * U
-        b_xs = _loads(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
+        if AHEAD:
+            # The next tiles are asked for while these are summed.
+            b_xs = b_next
+            then = tl.minimum(j + walk[2], walk[1] - 1)
+            b_next = _loads(p_x, _stop(then, walk) * U, n_cols, -INF, T, U, LANES, EVEN)
+        else:
+            b_xs = _loads(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
         for u in tl.static_range(U):
             lanes = _plus(lanes, _tile_sums(b_xs[u], line, T))
         if counting:
@@ -699,8 +707,9 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(sharp, 0.5 * (below_d + above_d), tl.where(both, b_both, b_only))
     anew = both | sharp | lost
     b_lo, b_hi = tl.where(anew, -INF, b_lo), tl.where(anew, INF, b_hi)
-    # Newton's own step from close by lands on the answer, to the square of the error.
-    last = plain & (10 * size * size <= tl.minimum(mass_tol, hardness_tol))
+    # Newton's own step from close by lands on the answer, to the square of the error. The pass there
+    # writes; where that was too early, another one will.
+    last = plain & (size * size <= 25 * tl.minimum(mass_tol, hardness_tol))
     if FIXED:
         last = last & (t == heat)
     else:
@@ -925,7 +934,7 @@ def solve_rows(
     soft = _any((hardness < SOFT) & (running > 0)) & (FIXED == 0)
     while _any(running > 0):
         line = _line(at, T)
-        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, GATE,
+        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, False, GATE,
                      T, T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         spread, below, above, gap = nil, nil, nil, nil
         if soft:
@@ -1096,7 +1105,7 @@ def solve_long(
             sums = _sample_sums(b_s, line, T, U, LANES)
         else:
             sums, seen = _pass(p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path,
-                                  GATE, T, f64, U, 1, LANES, EVEN)  # fmt: skip
+                               True, GATE, T, f64, U, 1, LANES, EVEN)  # fmt: skip
             sums = _meet(sums, (p_lines, p_count, size, me, meetings), TEAM, LINES)
             meetings += 1
             if counting > 0:
