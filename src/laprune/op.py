@@ -1,7 +1,7 @@
 """The operator as PyTorch sees it: two custom ops, and the autograd functions around them.
 
 The ops are opaque to tracing (``torch.compile``, ``export``, fake tensors) and go to whichever
-backend serves the device; where nothing traces, the backend is called without the ops' ceremony. The
+backend serves the device; where nothing traces, the backend is called without their ceremony. The
 autograd functions hold no mathematics: they say which op is whose
 derivative, and leave second derivatives and forward mode to the differentiable formulas of the
 reference.

@@ -707,8 +707,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(sharp, 0.5 * (below_d + above_d), tl.where(both, b_both, b_only))
     anew = both | sharp | lost
     b_lo, b_hi = tl.where(anew, -INF, b_lo), tl.where(anew, INF, b_hi)
-    # Newton's own step from close by lands on the answer, to the square of the error. The pass there
-    # writes; where that was too early, another one will.
+    # Newton's own step from close by lands on the answer, to the square of the error. The pass
+    # there writes; where that was too early, another one will.
     last = plain & (size * size <= 25 * tl.minimum(mass_tol, hardness_tol))
     if FIXED:
         last = last & (t == heat)
