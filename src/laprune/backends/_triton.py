@@ -100,16 +100,12 @@ def _load(p, i, n_cols, other, T: tl.constexpr, LANES: tl.constexpr, EVEN: tl.co
 def _loads(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
            EVEN: tl.constexpr):  # fmt: skip
     """U tiles from tile i on: all are asked for before the first is used."""
-    b_0 = _load(p, i, n_cols, other, T, LANES, EVEN)
     if U == 1:
-        return (b_0,)
+        return (_load(p, i, n_cols, other, T, LANES, EVEN),)
     else:
-        b_1 = _load(p, i + 1, n_cols, other, T, LANES, EVEN)
-        if U == 2:
-            return b_0, b_1
-        else:
-            b_2 = _load(p, i + 2, n_cols, other, T, LANES, EVEN)
-            return b_0, b_1, b_2, _load(p, i + 3, n_cols, other, T, LANES, EVEN)
+        H: tl.constexpr = U // 2
+        first = _loads(p, i, n_cols, other, T, H, LANES, EVEN)
+        return first + _loads(p, i + H, n_cols, other, T, H, LANES, EVEN)
 
 
 @triton.jit
@@ -123,11 +119,17 @@ def _store(p, i, n_cols, b_x, LANES: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _sample(p_x, n_cols, u, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
-    """Groups of four scores spread evenly over a long row: part u of U."""
-    every = n_cols // (U * LANES * 4)
-    o = (u * LANES + tl.arange(0, LANES)).to(tl.int64)[:, None, None] * every * 4
-    return tl.load(p_x + o + tl.arange(0, 4)[None, None, :]).to(T)
+def _samples(p_x, n_cols, u, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
+             PARTS: tl.constexpr):  # fmt: skip
+    """Groups of four scores spread evenly over a long row: U of PARTS tiles, from tile u on."""
+    if U == 1:
+        every = n_cols // (PARTS * LANES * 4)
+        o = (u * LANES + tl.arange(0, LANES)).to(tl.int64)[:, None, None] * every * 4
+        return (tl.load(p_x + o + tl.arange(0, 4)[None, None, :]).to(T),)
+    else:
+        H: tl.constexpr = U // 2
+        first = _samples(p_x, n_cols, u, T, H, LANES, PARTS)
+        return first + _samples(p_x, n_cols, u + H, T, H, LANES, PARTS)
 
 
 @triton.jit
@@ -435,6 +437,57 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
     return _total(total, S, ROWS)
 
 
+# --- the same over tiles that are held in registers ----------------------------------------------
+
+
+@triton.jit
+def _held_survey(b_xs, n_cols, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
+    ok, bad, mean, high, low = _tile_survey(b_xs[0], n_cols, T)
+    for u in tl.static_range(1, U):
+        s = _tile_survey(b_xs[u], n_cols, T)
+        ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
+        high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
+    return (
+        _total(ok, S, ROWS), _total(bad, S, ROWS), _total(mean, S, ROWS), _most(high, S, ROWS),
+        _most(low, S, ROWS),
+    )  # fmt: skip
+
+
+@triton.jit
+def _held_sums(b_xs, line, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
+    lanes = _tile_sums(b_xs[0], line, T)
+    for u in tl.static_range(1, U):
+        lanes = _plus(lanes, _tile_sums(b_xs[u], line, T))
+    return _across(lanes, S, ROWS)
+
+
+@triton.jit
+def _held_spread(b_xs, line, a, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
+    total = _tile_spread(b_xs[0], line, a, T)
+    for u in tl.static_range(1, U):
+        total += _tile_spread(b_xs[u], line, a, T)
+    return _total(total, S, ROWS)
+
+
+@triton.jit
+def _held_near(b_xs, line, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
+    most = _tile_near(b_xs[0], line)
+    for u in tl.static_range(1, U):
+        near = _tile_near(b_xs[u], line)
+        most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
+    return _across_max(most, S, ROWS)
+
+
+@triton.jit
+def _held_count(b_xs, cut, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
+    total = tl.where(b_xs[0] > _v(cut), 1.0, 0.0).to(T)
+    for u in tl.static_range(1, U):
+        total += tl.where(b_xs[u] > _v(cut), 1.0, 0.0).to(T)
+    return _total(total, T, ROWS)
+
+
 # --- the start -----------------------------------------------------------------------------------
 
 
@@ -509,11 +562,11 @@ def _keep(m, new, old):
 
 
 @triton.jit
-def _start(p_x, b_s, n_cols, stats, problem, whole, walk, team, FIXED: tl.constexpr,
+def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.constexpr,
            T: tl.constexpr, A: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
-           LANES: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, TEAM: tl.constexpr,
+           LANES: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, TEAM: tl.constexpr,
            LINES: tl.constexpr):  # fmt: skip
-    """Count the scores above some cuts, in the row or its sample, and arrive at a first point."""
+    """Count the scores above some cuts, in the row or what is held, and arrive at a first point."""
     p_lines, p_count, size, me, meetings = team
     mean, high, low = stats
     n, few, flip = problem[0], problem[5], problem[3] > 0.5
@@ -525,9 +578,8 @@ def _start(p_x, b_s, n_cols, stats, problem, whole, walk, team, FIXED: tl.conste
             total = _row_count(p_x, n_cols, cut, walk, False, T, A, U, ROWS, LANES, EVEN)
             counted = _meet1(total, (p_lines, p_count, size, me, meetings), TEAM, LINES).to(T)
             meetings += 1
-        elif LONG:
-            for u in tl.static_range(U):
-                counted += _total(tl.where(b_s[u] > cut, 1.0, 0.0).to(T), T, 1)
+        elif HELD:
+            counted = _held_count(b_held, cut, T, U, ROWS)
         counted = tl.where(flip, n - counted, counted)
         f = tl.log((counted + 0.25) / few)
         # The first count, at the mean, says on which side of it to look.
@@ -904,9 +956,9 @@ def solve_rows(
     p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness, mass_tol,
     hardness_tol,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Solve short rows, ROWS to a program."""
+    """Solve short rows, ROWS to a program, which holds them in registers if they fit there."""
     f64: tl.constexpr = tl.float64
     o_rows = _my_rows(rows, ROWS)
     base = _v(o_rows * n_cols)
@@ -915,7 +967,12 @@ def solve_rows(
     walk = (0, tl.cdiv(n_cols, U * LANES * 4), 1, 1, 0)
     alone = (p_info, p_info, 1, 0, 0)
 
-    n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
+    b_xs = (p_x,)
+    if HELD:
+        b_xs = _loads(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
+        n, bad, mean, high, low = _held_survey(b_xs, n_cols, T, T, U, ROWS)
+    else:
+        n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
     low, share = -low, n_cols / tl.maximum(n, 1.0)
     mean = tl.minimum(tl.maximum(mean * share, low), high)
     n = n.to(f64)
@@ -923,8 +980,8 @@ def solve_rows(
     running = (status == STALLED).to(tl.int32)
     problem = _pose(n, k, hardness, FIXED, T, T)
     heat = problem[8]
-    at, _m = _start(p_x, mean, n_cols, (mean, high, low), problem, True, walk, alone, FIXED,
-                   T, T, U, ROWS, LANES, EVEN, False, False, 1)  # fmt: skip
+    at, _m = _start(p_x, b_xs, n_cols, (mean, high, low), problem, HELD == 0, walk, alone, FIXED,
+                    T, T, U, ROWS, LANES, EVEN, HELD, False, 1)  # fmt: skip
 
     none = _zeros(ROWS, tl.int32)
     passes, polish, polished = none, none, none
@@ -934,14 +991,25 @@ def solve_rows(
     soft = _any((hardness < SOFT) & (running > 0)) & (FIXED == 0)
     while _any(running > 0):
         line = _line(at, T)
-        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, False, GATE,
-                     T, T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         spread, below, above, gap = nil, nil, nil, nil
+        if HELD:
+            sums = _held_sums(b_xs, line, T, T, U, ROWS)
+        else:
+            sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, False, GATE,
+                         T, T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
-            spread = _row_spread(p_x, n_cols, line, problem[3], walk, T, T, U, ROWS, LANES, EVEN)
+            if HELD:
+                spread = _held_spread(b_xs, line, problem[3], T, T, U, ROWS)
+            else:
+                spread = _row_spread(
+                    p_x, n_cols, line, problem[3], walk, T, T, U, ROWS, LANES, EVEN
+                )
         sparse = _any((running > 0) & (tl.minimum(sums[1], sums[2]) < problem[0] * SPARSE))
         if sparse:
-            below, above, gap = _row_near(p_x, n_cols, line, walk, T, T, U, ROWS, LANES, EVEN)
+            if HELD:
+                below, above, gap = _held_near(b_xs, line, T, U, ROWS)
+            else:
+                below, above, gap = _row_near(p_x, n_cols, line, walk, T, T, U, ROWS, LANES, EVEN)
         near = (sparse & (running > 0), below, -above, -gap)
         passes += running
         converged, tied, moved, plain, again, tried, _error, weights = _step(
@@ -959,7 +1027,8 @@ def solve_rows(
         # Newton's step from a point that is converged already is better still, if not yet written.
         better = live & converged & plain & (written == 0)
         at = _keep((running > 0) | better, moved, at)
-        write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
+        if HELD == 0:
+            write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
     level = tl.where(status == NONFINITE, float("nan"), level)
@@ -982,51 +1051,6 @@ def _part_goal(hardness, k, n, FIXED: tl.constexpr):
         return hardness
     else:
         return tl.minimum(hardness, 1.0 - 1.0 / tl.sqrt(tl.maximum(k * (1.0 - k / n), 1.1)))
-
-
-@triton.jit
-def _samples(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
-    b_0 = _sample(p_x, n_cols, 0, T, U, LANES)
-    if U == 1:
-        return (b_0,)
-    else:
-        b_1 = _sample(p_x, n_cols, 1, T, U, LANES)
-        if U == 2:
-            return b_0, b_1
-        else:
-            b_2 = _sample(p_x, n_cols, 2, T, U, LANES)
-            return b_0, b_1, b_2, _sample(p_x, n_cols, 3, T, U, LANES)
-
-
-@triton.jit
-def _sample_survey(b_s, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
-    ok, bad, mean, high, low = _tile_survey(b_s[0], n_cols, T)
-    for u in tl.static_range(1, U):
-        s = _tile_survey(b_s[u], n_cols, T)
-        ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
-        high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
-    f64: tl.constexpr = tl.float64
-    return (
-        _total(ok, f64, 1), _total(bad, f64, 1), _total(mean, f64, 1), _most(high, f64, 1),
-        _most(low, f64, 1),
-    )  # fmt: skip
-
-
-@triton.jit
-def _sample_sums(b_s, line, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
-    lanes = _tile_sums(b_s[0], line, T)
-    for u in tl.static_range(1, U):
-        lanes = _plus(lanes, _tile_sums(b_s[u], line, T))
-    return _across(lanes, tl.float64, 1)
-
-
-@triton.jit
-def _sample_near(b_s, line, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
-    most = _tile_near(b_s[0], line)
-    for u in tl.static_range(1, U):
-        near = _tile_near(b_s[u], line)
-        most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
-    return _across_max(most, tl.float64, 1)
 
 
 @triton.jit
@@ -1053,9 +1077,9 @@ def solve_long(
     none, zero = tl.zeros([], tl.int32), tl.zeros([], f64)
 
     # The start: a sample, if it says enough; else the whole row.
-    b_s = _samples(p_x, n_cols, T, U, LANES)
+    b_s = _samples(p_x, n_cols, 0, T, U, LANES, U)
     share = (zero + W) / n_cols
-    n, bad, mean, high, low = _sample_survey(b_s, n_cols, T, U, LANES)
+    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, U, 1)
     low = -low
     k_now = k * share
     doubt = k_now * (1.0 - k_now / n)
@@ -1102,7 +1126,7 @@ def solve_long(
         passes_all += 1
         spread, below, above, gap = zero, zero, zero, zero
         if stage == 0:
-            sums = _sample_sums(b_s, line, T, U, LANES)
+            sums = _held_sums(b_s, line, T, f64, U, 1)
         else:
             sums, seen = _pass(p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path,
                                True, GATE, T, f64, U, 1, LANES, EVEN)  # fmt: skip
@@ -1122,8 +1146,7 @@ def solve_long(
                     counting = counting * 0
         if soft:
             if stage == 0:
-                for u in tl.static_range(U):
-                    spread += _total(_tile_spread(b_s[u], line, problem[3], T), f64, 1)
+                spread = _held_spread(b_s, line, problem[3], T, f64, U, 1)
             else:
                 spread = _row_spread(p_x, n_cols, line, problem[3], path, T, f64, U, 1, LANES, EVEN)
                 team = (p_lines, p_count, size, me, meetings)
@@ -1132,7 +1155,7 @@ def solve_long(
         sparse = _any(tl.minimum(sums[1], sums[2]) < n * SPARSE)
         if sparse:
             if stage == 0:
-                below, above, gap = _sample_near(b_s, line, T, U, LANES)
+                below, above, gap = _held_near(b_s, line, f64, U, 1)
             else:
                 below, above, gap = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
                 team = (p_lines, p_count, size, me, meetings)

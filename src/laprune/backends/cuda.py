@@ -32,6 +32,8 @@ class Plan(NamedTuple):
     unroll: int
     team: int = 0
     """0: short rows, one program for `rows` of them; else so many programs for each row."""
+    registers: int = 0
+    """Most registers a thread may have; 0: as many as the compiler likes."""
 
     @property
     def warps(self) -> int:
@@ -74,7 +76,7 @@ def _power(n: int) -> int:
 def short_plan(n: int, each: int, warps: int) -> Plan:
     """About `each` scores of a row per thread, and so many warps."""
     lanes = min(max(1, _power(n) // each), 32 * warps)
-    unroll = max(1, min(4, _power(n) // (4 * lanes)))
+    unroll = max(1, min(_power(n) // (4 * lanes), 8 if each <= 32 else 4))
     return Plan(32 * warps // lanes, lanes, unroll)
 
 
@@ -88,7 +90,7 @@ def plan(scores: Tensor, backward: bool) -> Plan:
     rows, n = scores.shape
     processors = _processors(scores.device.index)
     if n <= SHORT and (n <= 4096 or rows * 2 > processors):
-        return short_plan(n, 16, 1) if n <= 512 else short_plan(n, 32, 4 if n <= 8192 else 8)
+        return short_plan(n, 16 if n <= 512 or n > 8192 else 128, 1 if n <= 8192 else 8)
     return long_plan(rows, n, processors, 16 if backward else 8, 4)
 
 
@@ -104,6 +106,7 @@ class _Launch:
         work = tl.float64 if wide else tl.float32
         width = how.unroll * how.lanes * 4
         self.meets = how.team > 1
+        self.held = self.n <= width <= 32 * how.lanes
         self.options: dict[str, Any] = {
             "GATE": 0 if not gated else 2 if values is None else 1,
             "T": work,
@@ -116,6 +119,8 @@ class _Launch:
         self.team: dict[str, Any] = {"TEAM": self.meets, "LINES": _power(max(1, how.team))}
         if self.meets and scores.is_cuda:
             self.options["launch_cooperative_grid"] = True
+        if how.registers and scores.is_cuda:
+            self.options["maxnreg"] = how.registers
         self.tolerance = TOLERANCE[torch.float64 if wide else torch.float32]
         tiles = -(-self.n // width)
         self.few_tiles = tiles // COARSE if self.n >= VERY_LONG else tiles
@@ -165,7 +170,7 @@ def solve(
         if go.how.team == 0:
             module.solve_rows[go.grid](
                 r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, *go.tolerance,
-                FIXED=fixed, ROWS=go.how.rows, **go.options,
+                FIXED=fixed, ROWS=go.how.rows, HELD=go.held, **go.options,
             )  # fmt: skip
         else:
             module.solve_long[go.grid](
