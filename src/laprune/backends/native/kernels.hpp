@@ -178,6 +178,20 @@ LAPRUNE_INLINE Stats stats_loop(const T* r, int64_t n, double shift_) {
   return total;
 }
 
+// How many scores are above a cut.
+template <typename T>
+LAPRUNE_INLINE double count_loop(const T* r, int64_t n, T cut) {
+  double total = 0;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t stop = std::min(n, start + kBlock);
+    T count = 0;
+#pragma omp simd reduction(+ : count)
+    for (int64_t i = start; i < stop; ++i) count += r[i] > cut ? T(1) : T(0);
+    total += count;
+  }
+  return total;
+}
+
 // What the gradient needs of a row, centred on (mean_z, mean_p); e is the upstream gradient of p.
 struct GradSums {
   double count = 0, s0 = 0, s1 = 0, u0 = 0, cov = 0, g0 = 0, g1 = 0;
@@ -255,6 +269,9 @@ struct Kernels;
   LAPRUNE_CLONES static Stats stats_##name(const T* r, int64_t n, double shift) {                   \
     return stats_loop(r, n, shift);                                                                 \
   }                                                                                                 \
+  LAPRUNE_CLONES static double count_##name(const T* r, int64_t n, T cut) {                         \
+    return count_loop(r, n, cut);                                                                   \
+  }                                                                                                 \
   LAPRUNE_CLONES static GradSums grad_sums_##name(const T* r, const T* v, const T* g, int64_t n,    \
                                                   const GradPoint& at) {                            \
     return v ? grad_sums_loop<T, true>(r, v, g, n, at)                                              \
@@ -273,6 +290,7 @@ struct Kernels;
                   : v ? gate_##name(r, n, at, v, out) : write_##name(r, n, at, out);                \
     }                                                                                               \
     static constexpr auto stats = stats_##name;                                                     \
+    static constexpr auto count = count_##name;                                                     \
     static constexpr auto grad_sums = grad_sums_##name;                                             \
     static constexpr auto grad_write = grad_write_##name;                                           \
   };

@@ -17,7 +17,7 @@ constexpr int64_t kLong = 1 << 16;     // rows longer than this start from a sam
 constexpr int64_t kSampleRatio = 256;  // one score in so many
 constexpr int64_t kMinSample = 2048;
 constexpr double kMinDoubt = 8;        // least k (1-a) of a sample that says anything
-constexpr double kExtreme = 64;        // budgets with k (1-a) below this start in a tail
+constexpr int kRounds = 4;             // counts that locate the barrier
 constexpr int64_t kAlone = 1 << 15;    // less work than this is not worth a thread
 constexpr int kStateSize = 5, kInfoSize = 2;
 
@@ -69,6 +69,16 @@ struct Row {
     return reduce<Stats>([&](int64_t start, int64_t size) {
       return Kernels<T>::stats(scores + start, size, shift);
     });
+  }
+
+  double count(T cut) const {
+    struct Count {
+      double value = 0;
+      void add(const Count& o) { value += o.value; }
+    };
+    return reduce<Count>([&](int64_t start, int64_t size) {
+      return Count{Kernels<T>::count(scores + start, size, cut)};
+    }).value;
   }
 
   // Writes f(score) for every score, times its value where the row is gated.
@@ -166,21 +176,48 @@ struct Start {
   double pivot, b, tau;
 };
 
-// Diffuse: a temperature of the size of the spread, from where the way down is smooth.
+// Counts of the scores above some cuts locate the barrier; their density there says which
+// temperature leaves as many scores undecided as gamma asks, or as the cuts leave in doubt.
 template <typename T>
-Start diffuse_start(const Row<T>& row, const Problem& problem, const Stats& stats) {
+Start counting_start(const Row<T>& row, const Problem& problem, const Stats& stats) {
+  const double n = problem.n, few = std::min(problem.k, n - problem.k), rest = 1 - few / n;
+  const bool flip = 2 * problem.k > n;  // the few are the lowest scores
+  const auto log_count = [&](T cut) {
+    const double above = row.count(cut);
+    return std::log(((flip ? n - above : above) + 0.25) / few);
+  };
   const double mean = std::min(std::max(stats.sum / stats.count, stats.low), stats.high);
-  const double pivot = static_cast<double>(static_cast<T>(mean));
-  double width = row.stats(pivot).deviation / stats.count;
-  // The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
-  const double a = problem.k / problem.n, tail = a < 0.5 ? stats.high - pivot : pivot - stats.low;
-  if (problem.k * (1 - a) < kExtreme) width = std::max(width, tail / 10);
-  double tau = std::log(width);
+  double f = log_count(static_cast<T>(mean));
+  // Regula falsi (Illinois) on the log of the count: more than `few` at lo, less at hi.
+  double lo = mean, hi = flip ? stats.low : stats.high, f_lo = f, f_hi = std::log(0.25 / few);
+  if (f <= 0) {
+    lo = flip ? stats.high : stats.low, hi = mean;
+    f_lo = std::log(n / few), f_hi = f;
+  }
+  double w_lo = f_lo, w_hi = f_hi;
+  const auto between = [](double from, double to) { return from == to ? 0.5 : from / (from - to); };
+  for (int i = 0, last = 0; i < kRounds; ++i) {
+    const double share = std::min(std::max(between(w_lo, w_hi), 0.02), 0.98);
+    const T cut = static_cast<T>(lo + share * (hi - lo));
+    f = log_count(cut);
+    const int side = f > 0 ? 1 : -1;
+    const double half = side == last ? 0.5 : 1;
+    if (side > 0) lo = cut, f_lo = w_lo = f, w_hi *= half;
+    else hi = cut, f_hi = w_hi = f, w_lo *= half;
+    last = side;
+  }
+  const double share = std::min(std::max(between(f_lo, f_hi), 0.0), 1.0), width = std::abs(hi - lo);
+  const double pivot = static_cast<double>(static_cast<T>(lo + share * (hi - lo)));
+  const double range = stats.high - stats.low;
+  double soft = std::min(1 / std::sqrt(few * rest), 0.5);
+  if (!problem.fixed) soft = std::max(soft, 1 / (1 + std::exp(problem.target)));
+  double t = f_lo == f_hi ? range : soft * rest / 0.75 * width / (f_lo - f_hi);
+  t = std::max(t, 0.3 * std::min(share, 1 - share) * width);
+  t = std::max(std::min(t, range), 1e-10 * range);
+  double tau = std::log(t);
   if (problem.fixed) tau = std::max(tau, problem.target);
   else tau -= 0.25 * std::min(problem.target, 0.0);
-  const double t = std::exp(tau);
-  const double b = a < 0.5 ? -t * std::log(2 * a) : t * std::log(2 * (1 - a));
-  return {pivot, std::min(std::max(b, stats.low - pivot), stats.high - pivot), tau};
+  return {pivot, 0, tau};
 }
 
 template <typename T>
@@ -219,7 +256,7 @@ bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
   Problem rough{stats.count, k, hardest, false, problem.tol};
   if (!problem.fixed) rough.target = std::min(problem.target, hardest);
   rough.tol.mass = 1e-3, rough.tol.hardness = 1e-3;
-  Answer answer = iterate(small, rough, diffuse_start(small, rough, stats), false);
+  Answer answer = iterate(small, rough, counting_start(small, rough, stats), false);
   *start = {answer.at.pivot, answer.at.b, std::log(answer.at.t)};
   if (problem.fixed && problem.target > start->tau) {
     rough.fixed = true, rough.target = problem.target;
@@ -249,7 +286,7 @@ Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
   if (binary || k == 0 || k == look.count) return hard(row, k);
   if (uniform) return level(row, kUniform, k / look.count);
   if (look.low >= look.high) return level(row, kConstant, k / look.count);
-  return iterate(row, problem, diffuse_start(row, problem, look), true);
+  return iterate(row, problem, counting_start(row, problem, look), true);
 }
 
 template <typename T>
