@@ -1,0 +1,95 @@
+"""What ranks tell each other while they solve rows together.
+
+Sums are added by one all-reduce, whose time grows with the logarithm of the number of ranks. Largest
+and smallest values travel in the same one: every rank has a slot for its own, zero elsewhere, and
+adding zeros changes nothing. All ranks see the same numbers, so all take the same steps, as the
+replicas of data-parallel training do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """The ranks of some process groups, row by row through the last one; alone without groups.
+
+    Several groups are the dimensions of a mesh: values go through one after the other.
+    """
+
+    def __init__(self, names: str = "") -> None:
+        self.groups = [_resolve(name) for name in names.split(",") if name]
+        self.size, self.rank = 1, 0
+        for group in self.groups:
+            own = dist.get_rank(group)
+            self.size, self.rank = self.size * group.size(), self.rank * group.size() + own
+        self.collectives = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x`` of every rank, along a new first dimension; all must have one shape."""
+        y = x[None]
+        for group in reversed(self.groups):
+            parts = [torch.empty_like(y) for _ in range(group.size())]
+            self._call(lambda g=group, p=parts, y=y: dist.all_gather(p, y.contiguous(), group=g))
+            y = torch.cat(parts)
+        return y
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the ranks."""
+        x = x.clone() if self.groups else x
+        for group in self.groups:
+            self._call(lambda g=group, x=x: dist.all_reduce(x, group=g))
+        return x
+
+    def combine(self, sums: Tensor, smallest: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over the ranks, and the least of ``smallest``, both (rows, ...)."""
+        for group in self.groups:
+            size, own = group.size(), dist.get_rank(group)
+            slots = sums.new_zeros(len(sums), size, smallest.shape[1])
+            slots[:, own] = smallest
+            both = torch.cat([sums, slots.flatten(1)], 1)
+            self._call(lambda g=group, x=both: dist.all_reduce(x, group=g))
+            sums = both[:, : sums.shape[1]]
+            smallest = both[:, sums.shape[1] :].reshape(slots.shape).amin(1)
+        return sums, smallest
+
+    def agree(self, header: dict[str, float], own: list[float]) -> list[list[float]]:
+        """Refuse, on every rank, what is not the same on all; return ``own`` of every rank."""
+        if not self.groups:
+            return [own]
+        device = _device(self.groups[0])
+        values = torch.tensor([*header.values(), *own], dtype=torch.float64)
+        seen = self.gather(values.to(device)).tolist()
+        for column, (name, mine) in enumerate(header.items()):
+            for rank, row in enumerate(seen):
+                if row[column] != seen[0][column]:
+                    raise ValueError(
+                        f"the ranks disagree on {name}: {seen[0][column]:g} on rank 0, "
+                        f"{row[column]:g} on rank {rank} (here: {mine:g})"
+                    )
+        return [row[len(header) :] for row in seen]
+
+    def _call(self, collective: Callable[[], object]) -> None:
+        self.collectives += 1
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a rank of {self.size} did not answer in collective {self.collectives}; "
+                f"it may have died or raised an error of its own: {error}"
+            ) from error
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    return dist.distributed_c10d._get_pg_default_device(group)
