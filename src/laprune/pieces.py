@@ -1,7 +1,7 @@
 """Rows in pieces as PyTorch sees them: two custom ops and their autograd function.
 
-The counterpart of :mod:`laprune.op` for rows whose scores lie in several tensors or on several ranks.
-Process groups travel by name, so that the ops are opaque to tracing too.
+The counterpart of :mod:`laprune.op` for rows whose scores lie in several tensors or on several
+ranks. Process groups travel by name, so that the ops are opaque to tracing too.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TopKPieces(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if ctx.groups:
                 raise NotImplementedError("second derivatives across ranks are not available")
-            return _twice_differentiable(ctx, k, hardness, state, info, pieces, upstream, grad_state)
+            return _differentiable(ctx, k, hardness, state, info, pieces, upstream, grad_state)
         *scores, dk, dh = vjp_pieces(
             pieces, k, hardness, ctx.fixed, ctx.groups, list(ctx.owners), state, info, upstream,
             grad_state,
@@ -117,7 +117,7 @@ class TopKPieces(torch.autograd.Function):
         return dk, dh, None, None, None, *scores
 
 
-def _twice_differentiable(
+def _differentiable(
     ctx: Any,
     k: Tensor,
     hardness: Tensor,

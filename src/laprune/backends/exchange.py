@@ -1,7 +1,7 @@
 """What ranks tell each other while they solve rows together.
 
-Sums are added by one all-reduce, whose time grows with the logarithm of the number of ranks. Largest
-and smallest values travel in the same one: every rank has a slot for its own, zero elsewhere, and
+Sums are added by one all-reduce, whose time grows with the logarithm of the number of ranks.
+Smallest values travel in the same one: every rank has a slot for its own, zero elsewhere, and
 adding zeros changes nothing. All ranks see the same numbers, so all take the same steps, as the
 replicas of data-parallel training do.
 """
@@ -9,13 +9,10 @@ replicas of data-parallel training do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Exchange:
@@ -34,10 +31,10 @@ class Exchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """``x`` of every rank, along a new first dimension; all must have one shape."""
-        y = x[None]
+        y = x[None].contiguous()
         for group in reversed(self.groups):
             parts = [torch.empty_like(y) for _ in range(group.size())]
-            self._call(lambda g=group, p=parts, y=y: dist.all_gather(p, y.contiguous(), group=g))
+            self._call(dist.all_gather, parts, y, group)
             y = torch.cat(parts)
         return y
 
@@ -45,7 +42,7 @@ class Exchange:
         """The sum of ``x`` over the ranks."""
         x = x.clone() if self.groups else x
         for group in self.groups:
-            self._call(lambda g=group, x=x: dist.all_reduce(x, group=g))
+            self._call(dist.all_reduce, x, dist.ReduceOp.SUM, group)
         return x
 
     def combine(self, sums: Tensor, smallest: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +52,7 @@ class Exchange:
             slots = sums.new_zeros(len(sums), size, smallest.shape[1])
             slots[:, own] = smallest
             both = torch.cat([sums, slots.flatten(1)], 1)
-            self._call(lambda g=group, x=both: dist.all_reduce(x, group=g))
+            self._call(dist.all_reduce, both, dist.ReduceOp.SUM, group)
             sums = both[:, : sums.shape[1]]
             smallest = both[:, sums.shape[1] :].reshape(slots.shape).amin(1)
         return sums, smallest
@@ -76,10 +73,10 @@ class Exchange:
                     )
         return [row[len(header) :] for row in seen]
 
-    def _call(self, collective: Callable[[], object]) -> None:
+    def _call(self, collective: Callable[..., object], *args: object) -> None:
         self.collectives += 1
         try:
-            collective()
+            collective(*args)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a rank of {self.size} did not answer in collective {self.collectives}; "
@@ -88,7 +85,7 @@ class Exchange:
 
 
 def _resolve(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

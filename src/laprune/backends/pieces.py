@@ -1,17 +1,18 @@
 """Rows whose scores lie in several tensors, on one rank or many.
 
-Both constraints are sums, so a pass reads every piece where it lies, the sums of all pieces and ranks
-are added, and every rank takes the same step of the same iteration. Nothing else moves, but for a
-sample of the scores to start from.
+Both constraints are sums, so a pass reads every piece where it lies, the sums of all pieces and
+ranks are added, and every rank takes the same step of the same iteration. Nothing else moves, but
+for a sample of the scores to start from.
 
 A backend may offer any of the functions that touch scores under the names used here (``look``,
-``sums``, ``start``, ``iterate``, ``digits``, ``write``, ``moments``, ``pull``); those it does not offer
-are taken from this file, in plain torch. All take a list of pieces (rows, n_i) of one dtype, none of
-them empty.
+``sums``, ``start``, ``iterate``, ``digits``, ``write``, ``moments``, ``pull``); those it does not
+offer are taken from this file, in plain torch. All take a list of pieces (rows, n_i) of one dtype,
+none of them empty.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class _Found(NamedTuple):
 
 
 def look(pieces: Sequence[Tensor], shift: Tensor) -> Tensor:
-    """Eligible count, NaN or +inf, least, largest, sum of r - shift and of |r - shift|: (rows, 6)."""
+    """(rows, 6): eligible, NaN or +inf, least, largest, sums of r - shift and |r - shift|."""
     total = torch.stack([torch.zeros_like(shift)] * 2 + [torch.full_like(shift, math.inf)], -1)
     total = torch.cat([total, -total[:, 2:], total[:, :2]], -1)
     for piece in pieces:
@@ -107,7 +108,7 @@ def _flip(extremes: Tensor) -> Tensor:
 
 
 def start(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[Tensor, Tensor]:
-    """(pivot, b, log t) of a sample that holds ``part`` of the budget, and whether it says anything."""
+    """(pivot, b, log t) of a sample with ``part`` of the budget, and whether it says anything."""
     at, ok = _start_from(sample.to(part.dtype), part, target, fixed)
     return torch.stack([at.pivot, at.b, at.tau], -1), ok
 
@@ -292,12 +293,14 @@ def solve(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Masks of the pieces, the state of the rows, and (status, passes, collectives) of each.
 
-    ``owners[i]`` is the rank whose copy of piece i counts: this one's, or another's where a piece is
-    there more than once.
+    ``owners[i]`` is the rank whose copy of piece i counts: this one's, or another's where a piece
+    is there more than once.
     """
     length = sum(x.shape[1] for x, o in zip(pieces, owners, strict=True) if o == exchange.rank)
     lengths, double = _agree(pieces, k, hardness, fixed, exchange, length)
     job, total = _Job(pieces, owners, exchange, double), sum(lengths)
+    if total == 0:
+        raise ValueError("there are no entries to select from, on any rank")
     _check(total, k, hardness, fixed)
     k, hardness = k.detach().to(job.work), hardness.detach().to(job.work)
     stats, sample = _gather_start(job, lengths, k)
@@ -359,7 +362,9 @@ def _agree(
     if not exchange.groups:
         return [length], double
     turn = torch.arange(1, len(k) + 1, dtype=k.dtype, device=k.device)
-    numbers = torch.stack([k[:1].sum(), (k * turn).sum(), hardness[:1].sum(), (hardness * turn).sum()])
+    numbers = torch.stack(
+        [k[:1].sum(), (k * turn).sum(), hardness[:1].sum(), (hardness * turn).sum()]
+    )
     first_k, all_k, first_h, all_h = numbers.detach().nan_to_num(nan=-1.0, posinf=-2.0).tolist()
     name = "temperature" if fixed else "gamma"
     header = {"the number of rows": float(len(k)), "the number of tensors": float(len(pieces))}
@@ -393,7 +398,7 @@ def _gather_start(job: _Job, lengths: list[int], k: Tensor) -> tuple[Tensor, Ten
     if alone:
         return here, own
     ends = [-(-sum(lengths[:i]) * size // total) for i in range(len(lengths) + 1)] if taken else [0]
-    counts = [y - x for x, y in zip(ends, ends[1:], strict=False)]
+    counts = [y - x for x, y in itertools.pairwise(ends)]
     if own is not None:
         padded = torch.nn.functional.pad(own.to(job.work), (0, max(counts) - own.shape[1]))
         here = torch.cat([here, padded], 1)
@@ -436,7 +441,8 @@ def _begin(
     mean = torch.maximum(torch.minimum(added / n, high), low).to(job.dtype).to(job.work)
     deviation = job.look(mean.nan_to_num())[:, 5]
     width = job.exchange.add(deviation) / n
-    at = _diffuse(*(x[rows] for x in (low, high, mean, width, n, k)), target, fixed)
+    low, high, mean, width, n, k = (x[rows] for x in (low, high, mean, width, n, k))
+    at = _diffuse(low, high, mean, width, n, k, target, fixed)
     diffuse = torch.stack([at.pivot, at.b, at.tau], -1)
     return diffuse if begin is None or ok is None else torch.where(ok[:, None], begin, diffuse)
 
@@ -450,7 +456,9 @@ def _threshold(job: _Job, k: Tensor, hard: Tensor) -> tuple[Tensor, Tensor, Tens
     larger = torch.zeros_like(k)
     prefix = torch.zeros(job.rows, dtype=torch.int64, device=job.device)
     for shift in range(8 * job.pieces[0].element_size() - DIGIT, -1, -DIGIT):
-        counts = job.call("digits", job.read, prefix, shift) if job.read else digits([], prefix, shift)
+        counts = (
+            job.call("digits", job.read, prefix, shift) if job.read else digits([], prefix, shift)
+        )
         counts = job.exchange.add(counts.to(job.work))
         down = torch.nn.functional.pad(counts.flip(-1).cumsum(-1), (1, 0))  # larger than a digit
         place = (larger[:, None] + down[:, 1:] < rank[:, None]).sum(-1).clamp(max=(1 << DIGIT) - 1)

@@ -341,9 +341,7 @@ def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) 
     return at.where(ok, _diffuse_start(r, n, k, target, fixed))
 
 
-def _start_from(
-    sample: Tensor, part: Tensor, target: Tensor, fixed: bool
-) -> tuple[_Point, Tensor]:
+def _start_from(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[_Point, Tensor]:
     """The answer of a sample whose share of the budget is ``part``, and whether it says anything.
 
     The sample knows the count above a barrier only to sqrt(k (1-a)): a temperature that leaves
