@@ -57,11 +57,12 @@ class Exchange:
             smallest = both[:, sums.shape[1] :].reshape(slots.shape).amin(1)
         return sums, smallest
 
-    def agree(self, header: dict[str, float], own: list[float]) -> list[list[float]]:
+    def agree(
+        self, header: dict[str, float], own: list[float], device: torch.device
+    ) -> list[list[float]]:
         """Refuse, on every rank, what is not the same on all; return ``own`` of every rank."""
         if not self.groups:
             return [own]
-        device = _device(self.groups[0])
         values = torch.tensor([*header.values(), *own], dtype=torch.float64)
         seen = self.gather(values.to(device)).tolist()
         for column, (name, mine) in enumerate(header.items()):
@@ -86,7 +87,3 @@ class Exchange:
 
 def _resolve(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    return dist.distributed_c10d._get_pg_default_device(group)

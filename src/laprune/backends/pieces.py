@@ -370,7 +370,7 @@ def _agree(
     header = {"the number of rows": float(len(k)), "the number of tensors": float(len(pieces))}
     header |= {"whether the temperature is fixed": float(fixed), "k": first_k, name: first_h}
     header |= {"the k of some row": all_k, f"the {name} of some row": all_h}
-    seen = exchange.agree(header, [float(length), float(double)])
+    seen = exchange.agree(header, [float(length), float(double)], k.device)
     return [int(row[0]) for row in seen], any(row[1] for row in seen)
 
 
