@@ -13,7 +13,7 @@ ROOT = Path(laprune.__file__).parent
 DEPTH = {
     "cli": 0,
     "studies": 1,
-    # baselines and every application: 2
+    # baselines and every application: 2; `prune` is one of them
     "nn": 3,
     "schedules": 3,
     "diagnostics": 3,
