@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import normal
-from torch import Tensor
+from torch import Tensor, nn
 
 import laprune
 from laprune import Status, distributed
+from laprune.prune import GlobalPruner
+from laprune.schedules import linear
 from laprune.studies.inputs import draw
 
 pytestmark = pytest.mark.skipif(
@@ -245,8 +247,78 @@ def dtensors(rank: int, world: int) -> None:
     close(hard[1], torch.tensor([1.0, 0.0, 0.0]))
 
 
+def net(width: int = 7) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)
+    return nn.Sequential(*layers).double()
+
+
+def pruning(rank: int, world: int) -> None:
+    """Data parallel and fully sharded training prune as one process does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    x, mesh = normal(4 * world, 8), init_device_mesh("cpu", (world,))
+    own = x[4 * rank : 4 * rank + 4]
+    for kwargs in (
+        {"density": linear(1.0, 0.2, 4)},
+        {"density": 0.3, "scores": "learned", "mode": "ste"},
+        {"density": 0.5, "granularity": "channel"},
+        {"granularity": (1, 4), "exclude": ["2.*", "4.*"]},
+    ):
+        runs = []
+        for kind in ("one", "ddp", "fsdp"):
+            model = net()
+            pruner = GlobalPruner(model, gamma=linear(0.3, 0.95, 4), **kwargs)
+            wrapped: nn.Module = model
+            if kind == "ddp":
+                wrapped = nn.parallel.DistributedDataParallel(model)
+            if kind == "fsdp":
+                for layer in (model[0], model[2]):
+                    fully_shard(layer, mesh=mesh)
+                wrapped = fully_shard(model, mesh=mesh)
+                pruner.refresh()
+            optimiser = torch.optim.Adam(wrapped.parameters(), lr=0.05)
+            for _ in range(4):
+                optimiser.zero_grad()
+                wrapped(x if kind == "one" else own).square().mean().backward()
+                optimiser.step()
+                pruner.step()
+            runs.append((model, wrapped, pruner))
+        (one, _, alone), *others = runs
+        for model, wrapped, pruner in others:
+            for p, q in zip(model.parameters(), one.parameters(), strict=True):
+                whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+                close(whole.detach(), q.detach(), rtol=1e-7, atol=1e-9)
+            assert pruner.report().kept == alone.report().kept
+            close(wrapped.eval()(x).detach(), one.eval()(x).detach(), rtol=1e-7, atol=1e-9)
+        with pytest.raises(RuntimeError, match="unsharded copy"):
+            others[1][2].finalize()
+
+
+def tensor_parallel(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    one, many, x = net(8), net(8), normal(6, 8)
+    mesh = init_device_mesh("cpu", (world,))
+    parallelize_module(many, mesh, {"2": ColwiseParallel(), "4": RowwiseParallel()})
+    for model in (one, many):
+        GlobalPruner(model, 0.4, gamma=0.8)
+        model(x).square().sum().backward()
+    for p, q in zip(many.parameters(), one.parameters(), strict=True):
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        close(grad, q.grad, rtol=1e-7, atol=1e-9)
+    close(many.eval()(x).detach(), one.eval()(x).detach())
+
+
 def everything(rank: int, world: int) -> None:
-    for check in (plain_shards, long_row, edges, disagreement, dtensors):
+    checks = (plain_shards, long_row, edges, disagreement, dtensors, pruning, tensor_parallel)
+    for check in checks:
         check(rank, world)
 
 

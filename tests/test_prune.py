@@ -258,6 +258,7 @@ def test_state_dicts_restore_learned_scores() -> None:
     torch.testing.assert_close(other(X), model(X))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at inputs
 def test_compiled_models_train_alike() -> None:
     plain, compiled = net(), net()
     schedule = linear(1.0, 0.3, steps=3)

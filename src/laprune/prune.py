@@ -383,8 +383,6 @@ class _Budget:
             k = torch.tensor([float(self.kept)], dtype=torch.float64, device=self.sources[0].device)
             gamma = self.gamma.to(k.device).reshape(1)
             self.state, self.status = _Barrier.apply(self, k, gamma, *self.sources)
-            if self.state.requires_grad:
-                self.state.retain_grad()  # torch.compile looks at the gradients of what it is given
         if not soft:
             self.state = None
         if self.hard is None and (not soft or self.ste):
@@ -413,9 +411,12 @@ class _Budget:
 
     def _groups(self, score: Tensor, soft: bool) -> Tensor:
         n, m = cast(tuple[int, int], self.granularity)
-        rows = score.reshape(-1, m)
+        here = local(score)
+        if here[:1].numel() % m:
+            raise ValueError(f"shards of slices {tuple(here.shape)} cut groups of {m}: exclude it")
+        rows = here.reshape(-1, m)
         mask = soft_topk(rows, n, self.gamma) if soft else hard_topk(rows, n)
-        return mask.reshape(score.shape)
+        return like(mask.reshape(here.shape), score)
 
     def mask(self, index: int, source: Tensor, weight: Tensor) -> Tensor:
         """The mask of one weight, from its source as it lies here."""
