@@ -14,21 +14,22 @@ Number = float | Tensor
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def number(x: Number, name: str, largest: float, shape: torch.Size, device: torch.device) -> Tensor:
-    """A number or a tensor as one float64 per row, rows of this shape."""
+def number(x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor) -> Tensor:
+    """A number or a tensor that broadcasts to ``shape``, as one float64 for each of the rows."""
+    device, count = rows.device, rows.shape[0]
     work = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(x, Tensor):
         if x.dtype == torch.bool or x.is_complex():
             raise TypeError(f"{name} must be real, got {x.dtype}")
         x = broadcast(x.to(device, work), shape, name)
-        return x.reshape(shape.numel())
+        return x.reshape(count)
     if isinstance(x, bool) or not isinstance(x, Real | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
     if not 0 <= x <= largest:
         raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
     if isinstance(x, Real):
         x = float(x)
-    return torch.full((shape.numel(),), x, dtype=work, device=device)
+    return torch.full((count,), x, dtype=work, device=device)
 
 
 def broadcast(x: Tensor, shape: torch.Size, name: str) -> Tensor:

@@ -33,6 +33,7 @@ STUDIES = (
     "feature_selection",
     "feature_budget",
     "selector_comparison",
+    "pruning",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
 

@@ -250,7 +250,7 @@ class _Spread:
             x = part(x, self.mesh, self.row_placements, self.row_shape)
         elif is_dtensor(x):
             x = x.full_tensor()  # type: ignore[union-attr]
-        return number(x, name, largest, self.shape[:-1], self.rows.device)
+        return number(x, name, largest, self.shape[:-1], self.rows)
 
     def restore(self, rows: Tensor) -> Tensor:
         return like(rows.reshape(self.shape).movedim(-1, self.dim).contiguous(), self.given)

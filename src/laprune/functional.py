@@ -224,9 +224,9 @@ class _Rows:
         values: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shape, device = self.shape[:-1], self.rows.device
-        k = number(k, "k", self.shape[-1], shape, device)
-        hardness = number(hardness, name, float("inf") if fixed else 1.0, shape, device)
+        shape, largest = self.shape[:-1], float("inf") if fixed else 1.0
+        k = number(k, "k", self.shape[-1], shape, self.rows)
+        hardness = number(hardness, name, largest, shape, self.rows)
         return topk(self.rows, k, hardness, values, gated, fixed)
 
     def restore(self, rows: Tensor) -> Tensor:

@@ -92,9 +92,9 @@ def jointly(
     rows = [masked(x, m).reshape(1, -1) for x, m in zip(leaves, masks, strict=True)]
     # On several ranks a wrong number is refused after they have compared theirs, by all of them.
     alone, most = not groups, float("inf")
-    one, device = torch.Size([1]), leaves[0].device
-    k = number(_single(k, "k"), "k", total if alone else most, one, device)
-    gamma = number(_single(gamma, "gamma"), "gamma", 1.0 if alone else most, one, device)
+    one, row = torch.Size([1]), rows[0]
+    k = number(_single(k, "k"), "k", total if alone else most, one, row)
+    gamma = number(_single(gamma, "gamma"), "gamma", 1.0 if alone else most, one, row)
     *soft, state, info = topk_pieces(k, gamma, False, groups, owners, *rows)
     if mode == "ste":
         sure = torch.ones_like(gamma)
