@@ -34,6 +34,7 @@ STUDIES = (
     "feature_budget",
     "selector_comparison",
     "pruning",
+    "rank_cost",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
 

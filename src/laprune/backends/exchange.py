@@ -1,14 +1,13 @@
 """What ranks tell each other while they solve rows together.
 
-Sums are added by one all-reduce, whose time grows with the logarithm of the number of ranks.
-Smallest values travel in the same one: every rank has a slot for its own, zero elsewhere, and
-adding zeros changes nothing. All ranks see the same numbers, so all take the same steps, as the
-replicas of data-parallel training do.
+Everything goes through sums: one all-reduce adds the sums of a pass, in a time that grows with the
+logarithm of the number of ranks, where a gather around a ring would grow with their number. What
+must be seen rank by rank travels the same way: every rank has a slot for its own values, zero
+elsewhere, and adding zeros changes nothing. All ranks see the same numbers, so all take the same
+steps, as the replicas of data-parallel training do.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,18 +30,19 @@ class Exchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """``x`` of every rank, along a new first dimension; all must have one shape."""
-        y = x[None].contiguous()
+        y = x[None]
         for group in reversed(self.groups):
-            parts = [torch.empty_like(y) for _ in range(group.size())]
-            self._call(dist.all_gather, parts, y, group)
-            y = torch.cat(parts)
+            slots = y.new_zeros(group.size(), *y.shape)
+            slots[dist.get_rank(group)] = y
+            self._call(slots, group)
+            y = slots.flatten(0, 1)
         return y
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over the ranks."""
         x = x.clone() if self.groups else x
         for group in self.groups:
-            self._call(dist.all_reduce, x, dist.ReduceOp.SUM, group)
+            self._call(x, group)
         return x
 
     def combine(self, sums: Tensor, smallest: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class Exchange:
             slots = sums.new_zeros(len(sums), size, smallest.shape[1])
             slots[:, own] = smallest
             both = torch.cat([sums, slots.flatten(1)], 1)
-            self._call(dist.all_reduce, both, dist.ReduceOp.SUM, group)
+            self._call(both, group)
             sums = both[:, : sums.shape[1]]
             smallest = both[:, sums.shape[1] :].reshape(slots.shape).amin(1)
         return sums, smallest
@@ -74,10 +74,10 @@ class Exchange:
                     )
         return [row[len(header) :] for row in seen]
 
-    def _call(self, collective: Callable[..., object], *args: object) -> None:
+    def _call(self, x: Tensor, group: dist.ProcessGroup) -> None:
         self.collectives += 1
         try:
-            collective(*args)
+            dist.all_reduce(x, group=group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a rank of {self.size} did not answer in collective {self.collectives}; "
