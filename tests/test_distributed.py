@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import laprune
 from laprune import Status, distributed
+from laprune.backends import reference, use
 from laprune.prune import GlobalPruner
 from laprune.schedules import linear
 from laprune.studies.inputs import draw
@@ -320,6 +321,9 @@ def everything(rank: int, world: int) -> None:
     checks = (plain_shards, long_row, edges, disagreement, dtensors, pruning, tensor_parallel)
     for check in checks:
         check(rank, world)
+    with use(reference):  # what other devices run
+        for check in (plain_shards, edges):
+            check(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -177,6 +177,15 @@ def settings(options: Options) -> list[Setting]:
 
 def measure(setting: Setting, options: Options) -> dict[str, Any]:
     """Prune one dense network to every density by one method."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
+    try:
+        return _measure(setting, options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(setting: Setting, options: Options) -> dict[str, Any]:
     size, seed = setting["size"], setting["seed"]
     plan = PLANS[setting["task"]][size]
     task = _task(setting["task"], seed, options)
