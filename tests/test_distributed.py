@@ -292,7 +292,12 @@ def pruning(rank: int, world: int) -> None:
                 whole = p.full_tensor() if hasattr(p, "full_tensor") else p
                 close(whole.detach(), q.detach(), rtol=1e-7, atol=1e-9)
             assert pruner.report().kept == alone.report().kept
-            close(wrapped.eval()(x).detach(), one.eval()(x).detach(), rtol=1e-7, atol=1e-9)
+            for training in (True, False):
+                close(wrapped.train(training)(x).detach(), one.train(training)(x).detach())
+                masks, wanted = pruner.masks(), alone.masks()
+                for name, mask in masks.items():
+                    whole = mask.full_tensor() if hasattr(mask, "full_tensor") else mask
+                    close(whole, wanted[name])
         with pytest.raises(RuntimeError, match="unsharded copy"):
             others[1][2].finalize()
 

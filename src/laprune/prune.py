@@ -147,10 +147,11 @@ class GlobalPruner:
         self._alive().resolve()
 
     def masks(self) -> dict[str, Tensor]:
-        """The mask of every parameter by name: soft while training, hard in evaluation."""
+        """The mask of every parameter by name, whole: soft while training, hard in evaluation."""
         budget = self._alive()
-        budget.before(self._roots[0], None)
-        return dict(zip(self._names(), budget.masks(), strict=True))
+        units = budget.units(soft=self._roots[0].training and not budget.ste)
+        masks = map(_over, units, budget.originals())
+        return dict(zip(self._names(), masks, strict=True))
 
     def report(self) -> Report:
         """Density by parameter, mass, and how binary the soft masks are."""
@@ -175,8 +176,7 @@ class GlobalPruner:
             )
         with torch.no_grad():
             for weight, mask in zip(budget.originals(), budget.units(soft=False), strict=True):
-                whole = mask.shape == weight.shape
-                weight.mul_((mask if whole else _over_channels(mask, weight)).to(weight.dtype))
+                weight.mul_(_over(mask, weight).to(weight.dtype))
         for hook in self._hooks:
             hook.remove()
         for _, module, name in self._sites:
@@ -399,16 +399,6 @@ class _Budget:
                 masks = global_topk(scores, self.kept, gamma)
             return [x.full_tensor() if is_dtensor(x) else x for x in masks]  # type: ignore[attr-defined]
 
-    def masks(self) -> list[Tensor]:
-        """The masks in force, shaped as the weights."""
-        with torch.no_grad():
-            return [
-                self.mask(i, source, weight).expand(weight.shape).clone()
-                for i, (source, weight) in enumerate(
-                    zip(self.sources, self.originals(), strict=True)
-                )
-            ]
-
     def _groups(self, score: Tensor, soft: bool) -> Tensor:
         n, m = cast(tuple[int, int], self.granularity)
         here = local(score)
@@ -433,23 +423,24 @@ class _Budget:
         else:
             mask = _soft_mask(self.scored(source), self.state, cast(Tensor, self.status))
             if self.granularity == "channel":
-                mask = _over_channels(mask, weight)
+                mask = mask.reshape(-1, *[1] * (weight.dim() - 1))
             if self.ste:
                 mask = self._hard(index, weight) + (mask - mask.detach())
         return mask
 
     def _hard(self, index: int, weight: Tensor) -> Tensor:
-        mask = cast(list[Tensor], self.hard)[index]
-        if self.granularity == "channel":
-            mask = _over_channels(mask, weight)
+        mask = _over(cast(list[Tensor], self.hard)[index], weight)
         if is_dtensor(weight):
             mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
             mask = like(part(mask, mesh, placements, weight.shape), weight)
         return mask
 
 
-def _over_channels(mask: Tensor, weight: Tensor) -> Tensor:
-    return mask.reshape(-1, *[1] * (weight.dim() - 1))
+def _over(mask: Tensor, weight: Tensor) -> Tensor:
+    """The mask of units as one of the weights."""
+    if mask.shape == weight.shape:
+        return mask
+    return mask.reshape(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
 def _soft_mask(score: Tensor, state: Tensor, status: Tensor) -> Tensor:
