@@ -157,6 +157,15 @@ def test_report_adds_up() -> None:
     assert report.kept == sum(x.kept for x in report.layers.values()) == pruner.kept
 
 
+def test_biases_are_channels_too() -> None:
+    model = net()
+    pruner = GlobalPruner(model, 0.5, granularity="channel", include="*", gamma=0.7)
+    train(model, pruner, 1)
+    pruner.finalize()
+    kept = [p.reshape(len(p), -1).ne(0).all(1).sum() for p in model.parameters()]
+    assert sum(kept) == 20
+
+
 def test_channels_stay_or_go_as_a_whole() -> None:
     model = conv_net()
     pruner = GlobalPruner(model, 0.5, granularity="channel", exclude="4.*", gamma=0.7)
@@ -327,8 +336,11 @@ def test_filters_choose() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
+    model = net()
+    keys = list(model.state_dict())
     with pytest.raises(ValueError, match=message):
-        GlobalPruner(net(), **arguments)
+        GlobalPruner(model, **arguments)
+    assert list(model.state_dict()) == keys
 
 
 def test_a_parameter_is_pruned_once() -> None:

@@ -85,7 +85,8 @@ class GlobalPruner:
             ``"learned"``: parameters of their own, which start there.
         include, exclude: which parameters: a pattern or patterns for names (``"encoder.*"``), or a
             function of name and parameter. All with two dimensions or more unless told.
-        mode: ``"soft"``, or ``"ste"`` for hard masks forward and soft gradients while training.
+        mode: ``"soft"``, or ``"ste"`` for hard masks forward and soft gradients while training:
+            the safer choice with batch normalisation, which undoes soft masks of a whole layer.
 
     Call :meth:`step` after each step of the optimiser and :meth:`finalize` in the end. Data
     parallelism needs nothing more; for FSDP2 build the pruner first, then ``fully_shard``, then
@@ -109,6 +110,8 @@ class GlobalPruner:
             raise ValueError(f"scores must be 'magnitude' or 'learned', got {scores!r}")
         self._density = _density(density, granularity)
         self._gamma = constant(gamma) if isinstance(gamma, int | float) else gamma
+        _check_part(self._density(0), "density")
+        _check_part(self._gamma(0), "gamma")
         sites = _sites(model, include, exclude)
         if not sites:
             raise ValueError("no parameter to prune: nothing passed the filters")
@@ -216,6 +219,11 @@ class GlobalPruner:
         return list(first.values())
 
 
+def _check_part(x: float, name: str) -> None:
+    if not 0 <= x <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {x:g}")
+
+
 def _density(density: float | Schedule | None, granularity: Granularity) -> Schedule:
     if isinstance(granularity, tuple):
         n, m = granularity
@@ -306,6 +314,7 @@ class _Budget:
                 start = self.score(weight.detach(), name).clone()
                 scores.append(nn.Parameter(start) if self.learned else None)
             self.index.append(i)
+        for i, (_, module, own) in zip(self.index, sites, strict=True):
             parametrize.register_parametrization(
                 module, own, _Masked(self, i, scores[i]), unsafe=True
             )
@@ -329,7 +338,7 @@ class _Budget:
             return weight.abs()
         if self.granularity == "weight":
             return weight.abs()
-        flat = weight.flatten(1)
+        flat = weight.flatten(1) if weight.dim() > 1 else weight[:, None]
         return torch.linalg.vector_norm(flat, dim=1) / math.sqrt(max(flat.shape[1], 1))
 
     def scored(self, source: Tensor) -> Tensor:
@@ -353,10 +362,8 @@ class _Budget:
         return list(first.values())
 
     def set(self, kept: int, gamma: float) -> None:
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        if not 0 <= kept <= self.total:
-            raise ValueError(f"density must lie in [0, 1], got {kept / self.total:g}")
+        _check_part(kept / self.total, "density")
+        _check_part(gamma, "gamma")
         self.kept = kept
         self.gamma.fill_(gamma)
         self._forget()

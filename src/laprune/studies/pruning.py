@@ -7,7 +7,10 @@ number of fine-tuning steps and the same final count of weights over the whole n
 - gradual: the same function again and again along a cubic schedule;
 - LaPrune: :class:`laprune.prune.GlobalPruner` along the same schedule, gamma from 0.5 to 1, by the
   size of the weights or by learned scores; with soft masks, or hard ones with the soft gradient
-  (ste). A weight that is not yet certain keeps its gradient.
+  (ste). A weight that is not yet certain keeps its gradient. Soft masks can starve a layer behind
+  which batch normalisation blows up whatever passes: here the second convolution, all of whose
+  weights go at low densities. Without batch normalisation the first seed keeps it, and 0.85 of
+  accuracy at density 0.05 (gradual: 0.78). With hard masks forward there is nothing to blow up.
 
 The digits of scikit-learn need no data; CIFAR-100 is added where its folder is given.
 """

@@ -184,7 +184,7 @@ def gather_and_sort(n: float, ranks: int, m: Machine) -> Cost:
 def draw(records: list[Record], folder: Path) -> list[Path]:
     machine = Machine()
     lengths = sorted({r["setting"]["n"] for r in records})
-    passes = max(r["result"]["passes"] for r in select(records, n=lengths[-1]))
+    passes = max(r["result"]["passes"] for r in records)
     fig, (left, right) = figure(columns=2, width=4.4, height=3.6)
     series = (("both_ms", "LaPrune, forward + backward"), ("gather_sort_ms", "gather and sort"))
     for i, n in enumerate(lengths):
@@ -216,7 +216,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     right.set_xticks([], minor=True)
     right.set_title("model", fontsize=9)
     for axis in (left, right):
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+        axis.legend(fontsize=7, handlelength=3.5, **place)
     return [*save(fig, folder, STUDY.name), _report(records, passes, machine, folder)]
 
 
