@@ -2,9 +2,8 @@
 
 Measured: one float32 row cut into equal shards, k = n/16, gamma = 0.9, one gloo process and one
 thread per rank on this machine; the median over five calls of the slowest rank. The alternative
-gathers all scores on every rank and sorts them, forward only. With more ranks than cores the
-processes share them, so that the times of four ranks on two cores show the cost of talking and
-not what four machines would do.
+gathers all scores on every rank and sorts them, forward only. The machine was busy with other work
+and has fewer cores than ranks at times: compare the columns of a line, not the lines.
 
 Modelled: bytes over bandwidths plus latencies, with the constants of :class:`Machine`, which are
 assumptions, and the number of passes and collectives that were measured. What does not fit into the
