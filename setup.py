@@ -29,7 +29,8 @@ setup(
             "laprune.backends._native",
             sources=["src/laprune/backends/native/native.cpp"],
             depends=[
-                f"src/laprune/backends/native/{name}.hpp" for name in ("kernels", "solver", "team")
+                f"src/laprune/backends/native/{name}.hpp"
+                for name in ("kernels", "pieces", "solver", "team")
             ],
             extra_compile_args=FLAGS,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],

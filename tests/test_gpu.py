@@ -88,3 +88,41 @@ def test_a_checkpoint_moves_between_devices(tmp_path):
         trainer = Trainer(SparseAutoencoder(24, 96, 8).to(device), epochs=epochs, batch_size=64)
         history = trainer.fit(x.to(device), progress=False, checkpoint=path)
         assert len(history) == epochs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+def test_one_budget_over_several_tensors(gamma, dtype):
+    tensors = [x.to(dtype) for x in inputs.draw("gaussian", 1, 70_300)[0].split((300, 0, 70_000))]
+    weights = [torch.linspace(-1, 1, len(x), dtype=dtype) for x in tensors]
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in tensors]
+        masks = laprune.global_topk(leaves, 5000, gamma)
+        loss = sum((p * w.to(device)).sum() for p, w in zip(masks, weights, strict=True))
+        outcomes.append([x.detach().cpu() for x in (*masks, *torch.autograd.grad(loss, leaves))])
+    for here, there in zip(*outcomes, strict=True):
+        torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)
+
+
+def test_nccl_with_one_rank(tmp_path):
+    import torch.distributed as dist
+
+    from laprune import distributed
+    from laprune.prune import GlobalPruner
+
+    dist.init_process_group("nccl", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        r = inputs.draw("gaussian", 2, 5000)
+        found = distributed.solve(r.cuda(), 300, 0.8)
+        torch.testing.assert_close(found.mask.cpu(), laprune.soft_topk(r, 300, 0.8))
+        assert (found.collectives == found.passes.max() + 2).all()
+        hard = distributed.hard_topk(r.round().cuda(), 300)
+        assert torch.equal(hard.cpu(), laprune.hard_topk(r.round(), 300))
+        model = torch.nn.Linear(64, 64).cuda()
+        pruner = GlobalPruner(model, 0.1, gamma=0.9)
+        torch.nn.parallel.DistributedDataParallel(model)(torch.ones(2, 64).cuda()).sum().backward()
+        pruner.finalize()
+        assert int((model.weight != 0).sum()) == 410
+    finally:
+        dist.destroy_process_group()

@@ -9,6 +9,7 @@ from . import nn, schedules
 from .backends import Status
 from .diagnostics import Diagnostics, diagnostics
 from .functional import Solution, gated_topk, hard_topk, lapsum_topk, soft_topk, solve
+from .joint import global_topk
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "Status",
     "diagnostics",
     "gated_topk",
+    "global_topk",
     "hard_topk",
     "lapsum_topk",
     "nn",

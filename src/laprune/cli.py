@@ -42,6 +42,8 @@ STUDIES = (
     "sae_images",
     "sae_cost",
     "sae_language",
+    "pruning",
+    "rank_cost",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
 REPORTED = (*STUDIES, "bench_operator", "scaling")

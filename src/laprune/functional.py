@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._arguments import Mode as Mode
+from ._arguments import Number as Number
+from ._arguments import check_dim, check_floating, check_mode, masked, number
+from ._mesh import is_dtensor
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
 from .op import topk
-
-Mode = Literal["soft", "ste"]
-Number = float | Tensor
-
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Solution(NamedTuple):
@@ -56,7 +55,8 @@ def soft_topk(
 
     Args:
         scores: float64, float32, float16 or bfloat16, any shape; ``-inf`` is never selected. Half
-            types are solved in float32 and come back in their own type.
+            types are solved in float32 and come back in their own type. A DTensor is solved where
+            its shards lie, by :mod:`laprune.distributed`.
         k: the mass of each row, between 0 and n, fractional if you like; a number, or a tensor that
             broadcasts to the rows (the shape of the scores without ``dim``).
         gamma: hardness between 0 (uniform) and 1 (hard top-k); a number or a tensor like k.
@@ -69,7 +69,9 @@ def soft_topk(
         endpoints, where ties allow no more hardness and on constant rows the gradient of the scores
         is zero; a row with NaN or ``+inf`` is NaN. :func:`solve` reports which case a row was.
     """
-    _check_mode(mode)
+    if is_dtensor(scores):
+        return _spread().soft_topk(scores, k, gamma, dim=dim, mask=mask, mode=mode)
+    check_mode(mode)
     rows = _Rows(scores, dim, mask)
     soft, _, _ = rows.run(k, gamma, name="gamma", fixed=False)
     if mode == "ste":
@@ -89,6 +91,8 @@ def solve(
 
     Mask, barrier and temperature are differentiable; barrier and temperature are float64.
     """
+    if is_dtensor(scores):
+        return Solution(*_spread().solve(scores, k, gamma, dim=dim, mask=mask)[:5])
     rows = _Rows(scores, dim, mask)
     out, state, info = rows.run(k, gamma, name="gamma", fixed=False)
     status, passes = info.unbind(-1)
@@ -114,6 +118,8 @@ def lapsum_topk(
     Arguments as in :func:`soft_topk`; differentiable in scores, k and temperature. Temperature 0 is
     the hard mask, an infinite one the uniform mask.
     """
+    if is_dtensor(scores):
+        return _spread().lapsum_topk(scores, k, temperature, dim=dim, mask=mask)
     rows = _Rows(scores, dim, mask)
     out, _, _ = rows.run(k, temperature, name="temperature", fixed=True)
     return rows.restore(out)
@@ -128,6 +134,8 @@ def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None =
     Arguments as in :func:`soft_topk`. A fractional k gives its fraction to the next entry in line,
     so that the mass is k.
     """
+    if is_dtensor(scores):
+        return _spread().hard_topk(scores, k, dim=dim, mask=mask)
     rows = _Rows(scores, dim, mask).detached()
     out, _, _ = rows.run(k, 1.0, name="gamma", fixed=False)
     return rows.restore(out.detach())
@@ -155,11 +163,13 @@ def gated_topk(
     Other arguments as in :func:`soft_topk`. Backward keeps the values, the scores if they differ,
     and five numbers per row.
     """
-    _check_mode(mode)
-    _check_floating(values, "values")
+    if is_dtensor(values):
+        return _spread().gated_topk(values, k, gamma, scores=scores, dim=dim, mask=mask, mode=mode)
+    check_mode(mode)
+    check_floating(values, "values")
     own = None
     if scores is not None:
-        _check_floating(scores, "scores")
+        check_floating(scores, "scores")
         if scores.shape != values.shape:
             raise ValueError(
                 f"scores must have the shape of values, {tuple(values.shape)}, "
@@ -179,22 +189,21 @@ def gated_topk(
     return rows.restore(out)
 
 
+def _spread() -> ModuleType:
+    from . import distributed  # only DTensors need what it imports
+
+    return distributed
+
+
 class _Rows:
     """Scores as contiguous rows (rows, n), with ineligible entries at ``-inf``."""
 
     def __init__(self, scores: Tensor, dim: int, mask: Tensor | None) -> None:
-        _check_floating(scores, "scores")
-        if not isinstance(dim, int):
-            raise TypeError(f"dim must be an int, got {type(dim).__name__}")
-        if scores.dim() == 0 or not -scores.dim() <= dim < scores.dim():
-            raise ValueError(f"dim must be a dimension of scores {tuple(scores.shape)}, got {dim}")
+        check_floating(scores, "scores")
+        check_dim(scores, dim)
         if scores.shape[dim] == 0:
             raise ValueError(f"scores {tuple(scores.shape)} have no entries along dim {dim}")
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-                raise TypeError(f"mask must be a boolean tensor, got {given}")
-            scores = scores.masked_fill(~_broadcast(mask, scores.shape, "mask"), -torch.inf)
+        scores = masked(scores, mask)
         self.dim = dim
         moved = scores.movedim(dim, -1)
         self.shape = moved.shape
@@ -215,50 +224,13 @@ class _Rows:
         values: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        k = self._number(k, "k", self.shape[-1])
-        hardness = self._number(hardness, name, float("inf") if fixed else 1.0)
+        shape, largest = self.shape[:-1], float("inf") if fixed else 1.0
+        k = number(k, "k", self.shape[-1], shape, self.rows)
+        hardness = number(hardness, name, largest, shape, self.rows)
         return topk(self.rows, k, hardness, values, gated, fixed)
-
-    def _number(self, x: Number, name: str, largest: float) -> Tensor:
-        """A number or a tensor as one float64 per row."""
-        work = torch.float32 if self.rows.device.type == "mps" else torch.float64
-        if isinstance(x, Tensor):
-            if x.dtype == torch.bool or x.is_complex():
-                raise TypeError(f"{name} must be real, got {x.dtype}")
-            x = _broadcast(x.to(self.rows.device, work), self.shape[:-1], name)
-            return x.reshape(self.rows.shape[0])
-        if isinstance(x, bool) or not isinstance(x, Real | torch.SymInt | torch.SymFloat):
-            raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
-        if not 0 <= x <= largest:
-            raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
-        if isinstance(x, Real):
-            x = float(x)
-        return torch.full((self.rows.shape[0],), x, dtype=work, device=self.rows.device)
 
     def restore(self, rows: Tensor) -> Tensor:
         return rows.reshape(self.shape).movedim(-1, self.dim)
 
     def per_row(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape[:-1])
-
-
-def _broadcast(x: Tensor, shape: torch.Size, name: str) -> Tensor:
-    try:
-        return x.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} of shape {tuple(x.shape)} does not broadcast to {tuple(shape)}"
-        ) from None
-
-
-def _check_floating(x: Tensor, name: str) -> None:
-    given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-    if given not in _FLOATING:
-        raise TypeError(
-            f"{name} must be a float64, float32, float16 or bfloat16 tensor, got {given}"
-        )
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("soft", "ste"):
-        raise ValueError(f"mode must be 'soft' or 'ste', got {mode!r}")

@@ -32,5 +32,6 @@ PIVOT, OFFSET, TEMPERATURE, MEAN_Z, MEAN_P = range(5)
 A hard row keeps its threshold as pivot and, as offset, what the scores equal to it share."""
 STATE_SIZE = 5
 
-STATUS, PASSES = range(2)
+STATUS, PASSES, COLLECTIVES = range(3)
 INFO_SIZE = 2
+"""Rows in pieces have a third column: how many collectives their solution took."""

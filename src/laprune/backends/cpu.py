@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._contract import INFO_SIZE, STATE_SIZE
+from .reference import MAX_Z
 
 _SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
 
@@ -102,3 +104,132 @@ def vjp(
     if dvalues is not None and values is not None:
         dvalues = dvalues.to(values.dtype)
     return dscores.to(scores.dtype), dvalues, dk, dhardness
+
+
+class Ended(NamedTuple):
+    """As :class:`pieces._Found`."""
+
+    point: Tensor
+    means: Tensor
+    status: Tensor
+    passes: Tensor
+    written: bool
+
+
+def _pieces(pieces: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Addresses, sizes, how many pieces, how many rows."""
+    sizes = (ctypes.c_int64 * len(pieces))(*(x.shape[1] for x in pieces))
+    rows = ctypes.c_int64(pieces[0].shape[0])
+    return _pointers(pieces), sizes, ctypes.c_int64(len(pieces)), rows
+
+
+def _pointers(pieces: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(pieces))(*(x.data_ptr() for x in pieces))
+
+
+def look(pieces: Sequence[Tensor], shift: Tensor) -> Tensor:
+    """As :func:`pieces.look`."""
+    out, shift = torch.empty(len(shift), 6, dtype=torch.float64), shift.contiguous()
+    _call("look", pieces[0].dtype, *_pieces(pieces), *map(_pointer, (shift, out)))
+    return out
+
+
+def sums(pieces: Sequence[Tensor], points: Tensor, out: Sequence[Tensor] | None = None) -> Tensor:
+    """As :func:`pieces.sums`."""
+    total = torch.empty(len(points), 13, dtype=torch.float64)
+    masks, points = None if out is None else _pointers(out), points.contiguous()
+    _call(
+        "sums", pieces[0].dtype, *_pieces(pieces), _pointer(points), masks, _pointer(total)
+    )  # fmt: skip
+    return total
+
+
+def start(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[Tensor, Tensor]:
+    """As :func:`pieces.start`."""
+    out = torch.empty(len(sample), 3, dtype=torch.float64)
+    found = torch.empty(len(sample), dtype=torch.int32)
+    sample, part, target = sample.contiguous(), part.contiguous(), target.contiguous()
+    _call(
+        "start", sample.dtype, _pointer(sample), *_sizes(sample), *map(_pointer, (part, target)),
+        ctypes.c_int(fixed), *map(_pointer, (out, found)),
+    )  # fmt: skip
+    return out, found > 0
+
+
+def iterate(
+    read: Callable[[Tensor, bool], Tensor],
+    n: Tensor,
+    k: Tensor,
+    target: Tensor,
+    begin: Tensor,
+    fixed: bool,
+    tol: tuple[float, float],
+    dtype: torch.dtype,
+) -> Ended:
+    """As :func:`pieces.iterate`; asks for the mask in the pass that should be the last."""
+    native, rows = library(), len(k)
+    assert native is not None
+    memory = torch.empty(rows * native.laprune_iteration_size(), dtype=torch.uint8)
+    points = torch.empty(rows, 4, dtype=torch.float64)
+    means = torch.zeros(rows, 2, dtype=torch.float64)
+    info = torch.empty(rows, INFO_SIZE, dtype=torch.int32)
+    limits = (ctypes.c_double * 3)(*tol, MAX_Z[dtype])
+    inputs = [x.to(torch.float64).contiguous() for x in (n, k, target, begin)]
+    native.laprune_begin(
+        ctypes.c_int64(rows), *map(_pointer, inputs[:3]), ctypes.c_int(fixed), limits,
+        *map(_pointer, (inputs[3], memory, points, info)),
+    )  # fmt: skip
+    more, wanted = 1, False
+    while more:
+        wanted = more == 2
+        total = read(points, wanted).contiguous()
+        more = native.laprune_step(
+            ctypes.c_int64(rows), *map(_pointer, (total, memory, points, means, info))
+        )
+    return Ended(points[:, :3], means, info[:, 0], info[:, 1], wanted)
+
+
+def digits(pieces: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
+    """As :func:`pieces.digits`."""
+    counts, prefix = torch.zeros(len(prefix), 256, dtype=torch.int64), prefix.contiguous()
+    _call(
+        "digits", pieces[0].dtype, *_pieces(pieces), _pointer(prefix), ctypes.c_int(shift),
+        _pointer(counts),
+    )  # fmt: skip
+    return counts
+
+
+def write(pieces: Sequence[Tensor], state: Tensor, status: Tensor, share: Tensor) -> list[Tensor]:
+    """As :func:`pieces.write`."""
+    out = [torch.empty_like(x) for x in pieces]
+    given = [x.contiguous() for x in (state, status, share)]
+    _call(
+        "write", pieces[0].dtype, *_pieces(pieces), *map(_pointer, given), _pointers(out)
+    )  # fmt: skip
+    return out
+
+
+def moments(
+    pieces: Sequence[Tensor], grads: Sequence[Tensor], state: Tensor, status: Tensor
+) -> Tensor:
+    """As :func:`pieces.moments`."""
+    out = torch.empty(len(state), 8, dtype=torch.float64)
+    given = [x.contiguous() for x in (state, status)]
+    _call(
+        "moments", pieces[0].dtype, *_pieces(pieces), _pointers(grads),
+        *map(_pointer, (*given, out)),
+    )  # fmt: skip
+    return out
+
+
+def pull(
+    pieces: Sequence[Tensor], grads: Sequence[Tensor], state: Tensor, status: Tensor, slopes: Tensor
+) -> list[Tensor]:
+    """As :func:`pieces.pull`."""
+    out = [torch.empty_like(x) for x in pieces]
+    given = [x.contiguous() for x in (state, status, slopes)]
+    _call(
+        "pull", pieces[0].dtype, *_pieces(pieces), _pointers(grads), *map(_pointer, given),
+        _pointers(out),
+    )  # fmt: skip
+    return out

@@ -42,6 +42,7 @@ With a fixed temperature only the budget constrains: ``c1 = 0``, ``dk = c0`` and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,12 +117,12 @@ def _z_and_q(r: Tensor, pivot: Tensor, b: Tensor, t: Tensor) -> tuple[Tensor, Te
     return z, torch.where(r > -math.inf, 0.5 * torch.exp(-z.abs()), 0.0)
 
 
-def _sums(r: Tensor, at: _Point, a: Tensor) -> _Sums:
-    z, q = _z_and_q(r, at.pivot, at.b, at.tau.exp())
+def _sums(r: Tensor, pivot: Tensor, b: Tensor, t: Tensor, a: Tensor) -> _Sums:
+    z, q = _z_and_q(r, pivot, b, t)
     ok, hi, w = r > -math.inf, z > 0, z.abs()
     lo_q, hi_q = torch.where(hi, 0.0, q), torch.where(hi, q, 0.0)
     p = torch.where(hi, 1 - q, q)
-    far = (r - at.pivot[:, None]).abs()
+    far = (r - pivot[:, None]).abs()
     inf = math.inf
     sums = (
         hi.sum(-1).to(q.dtype),
@@ -308,6 +309,19 @@ def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool)
     low = torch.where(ok, r, math.inf).amin(-1)
     mean = torch.where(ok, r - low[:, None], 0.0).sum(-1) / n + low
     width = torch.where(ok, r - mean[:, None], 0.0).abs().sum(-1) / n
+    return _diffuse(low, high, mean, width, n, k, target, fixed)
+
+
+def _diffuse(
+    low: Tensor,
+    high: Tensor,
+    mean: Tensor,
+    width: Tensor,
+    n: Tensor,
+    k: Tensor,
+    target: Tensor,
+    fixed: bool,
+) -> _Point:
     # The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
     a = k / n
     tail = torch.where(a < 0.5, high - mean, mean - low)
@@ -320,53 +334,63 @@ def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool)
 
 
 def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
-    """Solve one score in SAMPLE_RATIO first; its answer starts the whole row.
+    """Solve one score in SAMPLE_RATIO first; its answer starts the whole row."""
+    size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
+    index = torch.arange(size, device=r.device) * r.shape[-1] // size
+    at, ok = _start_from(r[:, index], k * size / r.shape[-1], target, fixed)
+    return at.where(ok, _diffuse_start(r, n, k, target, fixed))
+
+
+def _start_from(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[_Point, Tensor]:
+    """The answer of a sample whose share of the budget is ``part``, and whether it says anything.
 
     The sample knows the count above a barrier only to sqrt(k (1-a)): a temperature that leaves
     fewer scores undecided is no start for the row.
     """
-    size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
-    index = torch.arange(size, device=r.device) * r.shape[-1] // size
-    sample = r[:, index]
-    count = (sample > -math.inf).sum(-1).to(r.dtype)
-    part = k * size / r.shape[-1]
+    size = sample.shape[-1]
+    count = (sample > -math.inf).sum(-1).to(sample.dtype)
     low = torch.where(sample > -math.inf, sample, math.inf).amin(-1)
     doubt = part * (1 - part / count)
     ok = (doubt >= MIN_DOUBT) & (sample.amax(-1) > low)
     # Rows whose sample says nothing get a harmless stand-in, and start from the whole row.
-    stand_in = torch.arange(size, dtype=r.dtype, device=r.device)
+    stand_in = torch.arange(size, dtype=sample.dtype, device=sample.device)
     sample = torch.where(ok[:, None], sample, stand_in)
     count, part = torch.where(ok, count, size), torch.where(ok, part, size / 2)
     noise = (part * (1 - part / count)).rsqrt()
     hardest = torch.log(1 / noise - 1)
     rough = hardest if fixed else torch.minimum(target, hardest)
     begin = _diffuse_start(sample, count, part, rough, False)
-    at = _iterate(sample, count, part, rough, begin, False, (1e-3, 1e-3))[0]
+
+    def sums(at: _Point) -> _Sums:
+        return _sums(sample, at.pivot, at.b, at.tau.exp(), part / count)
+
+    at = _iterate(sums, count, part, rough, begin, False, (1e-3, 1e-3))[0]
     if fixed:
         warm = _Point.start(at.pivot, at.b, at.tau)
         goal = torch.maximum(target, at.tau)
-        at = _iterate(sample, count, part, goal, warm, True, (1e-3, 1e-3))[0]
-    full = _diffuse_start(r, n, k, target, fixed)
-    return _Point.start(at.pivot, at.b, at.tau).where(ok, full)
+        at = _iterate(sums, count, part, goal, warm, True, (1e-3, 1e-3))[0]
+    return _Point.start(at.pivot, at.b, at.tau), ok
 
 
 def _iterate(
-    r: Tensor,
+    sums: Callable[[_Point], _Sums],
     n: Tensor,
     k: Tensor,
     target: Tensor,
     at: _Point,
     fixed: bool,
     tol: tuple[float, float],
-) -> tuple[_Point, Tensor, Tensor, Tensor, Tensor, _Sums]:
-    """Run all rows until each has converged or is tied; finished rows stay where they are."""
+) -> tuple[_Point, Tensor, Tensor, Tensor, Tensor]:
+    """Run all rows until each has converged or is tied; finished rows stay where they are.
+
+    ``sums`` reads the rows at a point, wherever their scores lie.
+    """
     rows = k.shape[0]
-    status = torch.full((rows,), Status.STALLED, dtype=torch.int32, device=r.device)
+    status = torch.full((rows,), Status.STALLED, dtype=torch.int32, device=k.device)
     passes = torch.zeros_like(status)
     mean_z, mean_p = torch.zeros_like(k), torch.zeros_like(k)
     for i in range(1, MAX_PASSES + 1):
-        s = _sums(r, at, k / n)
-        v = _step(s, at, n, k, target, fixed=fixed, passes=i, tol=tol)
+        v = _step(sums(at), at, n, k, target, fixed=fixed, passes=i, tol=tol)
         running = status == Status.STALLED
         passes += running
         mean_z, mean_p = (
@@ -379,7 +403,7 @@ def _iterate(
         if not running.any():
             break
         at = v.next.where(running, at)
-    return at, status, passes, mean_z, mean_p, s
+    return at, status, passes, mean_z, mean_p
 
 
 def _work_dtype(device: torch.device) -> torch.dtype:
@@ -404,21 +428,19 @@ def _hard_from_state(r: Tensor, threshold: Tensor, share: Tensor) -> Tensor:
     )
 
 
-def _classify(r: Tensor, n: Tensor, k: Tensor, hardness: Tensor, fixed: bool) -> Tensor:
+def _classify(
+    low: Tensor, high: Tensor, bad: Tensor, n: Tensor, k: Tensor, hardness: Tensor, fixed: bool
+) -> Tensor:
     """The status of rows that need no iteration; STALLED for the others."""
     uniform, binary = (math.inf, 0.0) if fixed else (0.0, 1.0)
     largest = math.inf if fixed else 1.0
-    low = torch.where(r > -math.inf, r, math.inf).amin(-1)
-    status = torch.full(k.shape, Status.STALLED, dtype=torch.int32, device=r.device)
+    status = torch.full(k.shape, Status.STALLED, dtype=torch.int32, device=k.device)
     for condition, answer in (
-        (low == r.amax(-1), Status.CONSTANT),
+        (low == high, Status.CONSTANT),
         (hardness == uniform, Status.UNIFORM),
         ((hardness == binary) | (k == 0) | (k == n), Status.HARD),
         (k > n, Status.INFEASIBLE),
-        (
-            ~(r < math.inf).all(-1) | ~(k >= 0) | ~((hardness >= 0) & (hardness <= largest)),
-            Status.NONFINITE,
-        ),
+        (bad | ~(k >= 0) | ~((hardness >= 0) & (hardness <= largest)), Status.NONFINITE),
     ):
         status = torch.where(condition, int(answer), status)
     return status
@@ -450,7 +472,9 @@ def solve(
     work = _work_dtype(scores.device)
     r, k, hardness = scores.to(work), k.to(work), hardness.to(work)
     n = (r > -math.inf).sum(-1).to(work)
-    status = _classify(r, n, k, hardness, fixed)
+    low = torch.where(r > -math.inf, r, math.inf).amin(-1)
+    bad = ~(r < math.inf).all(-1)
+    status = _classify(low, r.amax(-1), bad, n, k, hardness, fixed)
     level = torch.where(status == Status.INFEASIBLE, 1.0, k / n)
     zero = torch.zeros_like(k)
     state = torch.stack([zero, zero, torch.full_like(k, math.inf), zero, level], -1)
@@ -468,8 +492,12 @@ def solve(
         target = target if fixed else target - torch.log1p(-hardness[open_])
         begin = _sample_start if r.shape[-1] > LONG else _diffuse_start
         start = begin(rows, n_, k_, target, fixed)
-        at, found, count, mean_z, mean_p, _ = _iterate(
-            rows, n_, k_, target, start, fixed, TOLERANCE[work]
+
+        def sums(at: _Point) -> _Sums:
+            return _sums(rows, at.pivot, at.b, at.tau.exp(), k_ / n_)
+
+        at, found, count, mean_z, mean_p = _iterate(
+            sums, n_, k_, target, start, fixed, TOLERANCE[work]
         )
         t = hardness[open_] if fixed else at.tau.exp()
         state[open_] = torch.stack([at.pivot, at.b, t, mean_z, mean_p], -1)

@@ -240,30 +240,36 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
   }
 }
 
-// A start for a long row, from one score in kSampleRatio. The sample knows the count above a barrier
-// only to sqrt(k (1-a)): a temperature that leaves fewer scores undecided is no start for the row.
+// A start for a long row, from a sample of it that would hold k of its scores above the barrier. The
+// sample knows that count only to sqrt(k (1-a)): a temperature that leaves fewer scores undecided is
+// no start for the row.
+template <typename T>
+bool start_from(const Row<T>& sample, double k, double target, bool fixed, Start* start) {
+  const Stats stats = sample.stats(0);
+  const double doubt = k * (1 - k / stats.count);
+  if (stats.bad > 0 || stats.low >= stats.high || !(doubt >= kMinDoubt)) return false;
+  const double hardest = std::log(std::sqrt(doubt) - 1);
+  Problem rough{stats.count, k, fixed ? hardest : std::min(target, hardest), false, tolerance<T>()};
+  rough.tol.mass = 1e-3, rough.tol.hardness = 1e-3;
+  Answer answer = iterate(sample, rough, counting_start(sample, rough, stats), false);
+  *start = {answer.at.pivot, answer.at.b, std::log(answer.at.t)};
+  if (fixed && target > start->tau) {
+    rough.fixed = true, rough.target = target;
+    answer = iterate(sample, rough, *start, false);
+    *start = {answer.at.pivot, answer.at.b, target};
+  }
+  return true;
+}
+
+// The same from one score in kSampleRatio.
 template <typename T>
 bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
   const int64_t size = std::max(kMinSample, row.n / kSampleRatio);
   std::vector<T> sample(size);
   for (int64_t i = 0; i < size; ++i) sample[i] = row.scores[i * row.n / size];
-  const Row<T> small{sample.data(), nullptr, nullptr, size, nullptr};
-  const Stats stats = small.stats(0);
   const double k = problem.k * static_cast<double>(size) / static_cast<double>(row.n);
-  const double doubt = k * (1 - k / stats.count);
-  if (stats.bad > 0 || stats.low >= stats.high || !(doubt >= kMinDoubt)) return false;
-  const double hardest = std::log(std::sqrt(doubt) - 1);
-  Problem rough{stats.count, k, hardest, false, problem.tol};
-  if (!problem.fixed) rough.target = std::min(problem.target, hardest);
-  rough.tol.mass = 1e-3, rough.tol.hardness = 1e-3;
-  Answer answer = iterate(small, rough, counting_start(small, rough, stats), false);
-  *start = {answer.at.pivot, answer.at.b, std::log(answer.at.t)};
-  if (problem.fixed && problem.target > start->tau) {
-    rough.fixed = true, rough.target = problem.target;
-    answer = iterate(small, rough, *start, false);
-    *start = {answer.at.pivot, answer.at.b, problem.target};
-  }
-  return true;
+  return start_from(Row<T>{sample.data(), nullptr, nullptr, size, nullptr}, k, problem.target,
+                    problem.fixed, start);
 }
 
 template <typename T>
@@ -411,6 +417,8 @@ void vjp(const T* scores, const T* values, const T* upstream, T* dscores, T* dva
 }  // namespace
 }  // namespace laprune
 
+#include "pieces.hpp"
+
 #if defined(_WIN32)
 #define LAPRUNE_API extern "C" __declspec(dllexport)
 #else
@@ -433,3 +441,62 @@ void vjp(const T* scores, const T* values, const T* upstream, T* dscores, T* dva
 
 LAPRUNE_ENTRIES(float, f32)
 LAPRUNE_ENTRIES(double, f64)
+
+// Rows in pieces: what a driver needs to solve a row whose scores lie in several arrays.
+LAPRUNE_API int64_t laprune_iteration_size() { return sizeof(laprune::Iteration); }
+
+LAPRUNE_API void laprune_begin(int64_t rows, const double* n, const double* k, const double* target,
+                               int fixed, const double* tol, const double* start, void* iterations,
+                               double* points, int32_t* info) {
+  laprune::begin(rows, n, k, target, fixed, tol, start, iterations, points, info);
+}
+
+LAPRUNE_API int laprune_step(int64_t rows, const double* sums, void* iterations, double* points,
+                             double* means, int32_t* info) {
+  return laprune::step(rows, sums, iterations, points, means, info);
+}
+
+#define LAPRUNE_PIECES(T, name)                                                                     \
+  LAPRUNE_API void laprune_look_##name(const T** scores, const int64_t* sizes, int64_t count,       \
+                                       int64_t rows, const double* shift, double* stats,            \
+                                       int threads) {                                               \
+    laprune::look(laprune::Pieces<T>{scores, sizes, count, rows}, shift, stats, threads);           \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_sums_##name(const T** scores, const int64_t* sizes, int64_t count,       \
+                                       int64_t rows, const double* points, T** out, double* sums,   \
+                                       int threads) {                                               \
+    laprune::sums(laprune::Pieces<T>{scores, sizes, count, rows}, points, out, sums, threads);      \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_digits_##name(const T** scores, const int64_t* sizes, int64_t count,     \
+                                         int64_t rows, const int64_t* prefix, int shift,            \
+                                         int64_t* counts, int threads) {                            \
+    laprune::digits(laprune::Pieces<T>{scores, sizes, count, rows}, prefix, shift, counts,          \
+                    threads);                                                                       \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_write_##name(const T** scores, const int64_t* sizes, int64_t count,      \
+                                        int64_t rows, const double* state, const int32_t* status,   \
+                                        const double* share, T** out, int threads) {                \
+    laprune::write(laprune::Pieces<T>{scores, sizes, count, rows}, state, status, share, out,       \
+                   threads);                                                                        \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_moments_##name(const T** scores, const int64_t* sizes, int64_t count,    \
+                                          int64_t rows, const T** upstream, const double* state,    \
+                                          const int32_t* status, double* moments, int threads) {    \
+    laprune::moments(laprune::Pieces<T>{scores, sizes, count, rows}, upstream, state, status,       \
+                     moments, threads);                                                             \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_pull_##name(const T** scores, const int64_t* sizes, int64_t count,       \
+                                       int64_t rows, const T** upstream, const double* state,       \
+                                       const int32_t* status, const double* slopes, T** dscores,    \
+                                       int threads) {                                               \
+    laprune::pull(laprune::Pieces<T>{scores, sizes, count, rows}, upstream, state, status, slopes,  \
+                  dscores, threads);                                                                \
+  }                                                                                                 \
+  LAPRUNE_API void laprune_start_##name(const T* sample, int64_t rows, int64_t n, const double* k,  \
+                                        const double* target, int fixed, double* start,             \
+                                        int32_t* found, int threads) {                              \
+    laprune::start_rows(sample, rows, n, k, target, fixed, start, found, threads);                  \
+  }
+
+LAPRUNE_PIECES(float, f32)
+LAPRUNE_PIECES(double, f64)

@@ -1,0 +1,526 @@
+"""Pruning a model to one budget over all its parameters.
+
+>>> from laprune.schedules import linear
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+>>> pruner = GlobalPruner(model, density=linear(1.0, 0.25, steps=10), gamma=linear(0.5, 0.99, 10))
+>>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> for _ in range(10):
+...     loss = model(torch.ones(2, 8)).square().sum()
+...     loss.backward()
+...     optimiser.step()
+...     pruner.step()
+>>> pruner.finalize()
+>>> sum(int((p != 0).sum()) for p in model.parameters() if p.dim() > 1)  # a quarter of 192
+48
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ._arguments import Mode, check_mode
+from ._mesh import is_dtensor, layout, like, local, part
+from .backends import Status
+from .backends.exchange import Exchange
+from .functional import hard_topk, soft_topk
+from .joint import global_topk
+from .pieces import solve_pieces, vjp_pieces
+from .schedules import Schedule, constant
+
+Granularity = Literal["weight", "channel"] | tuple[int, int]
+Filter = str | Sequence[str] | Callable[[str, Tensor], bool]
+Site = tuple[nn.Module, str]
+
+
+class LayerReport(NamedTuple):
+    """One parameter."""
+
+    entries: int
+    """How many units (weights, channels) it has."""
+    kept: int
+    """How many the hard mask keeps."""
+    density: float
+    mass: float
+    """The sum of its soft mask."""
+    near_binary: float
+    """The fraction of its soft mask within 1e-3 of 0 or 1."""
+
+
+class Report(NamedTuple):
+    """The whole model, and every parameter by name."""
+
+    entries: int
+    kept: int
+    density: float
+    mass: float
+    near_binary: float
+    gamma: float
+    step: int
+    layers: dict[str, LayerReport]
+
+
+class GlobalPruner:
+    """Soft masks over the parameters of a model, with one budget for all of them.
+
+    Every pruned parameter becomes ``original * mask`` through :mod:`torch.nn.utils.parametrize`.
+    The masks have together mass ``density * entries`` and hardness gamma while training, and are
+    exactly that many ones in evaluation. They are solved once for each change of the parameters, by
+    a hook in front of the model's forward; gradients flow through them into weights or scores.
+
+    Args:
+        model: a module, or (module, parameter name) pairs.
+        density: the part that is kept; a number or a schedule, a function of the step. None with
+            (n, m), which says it already.
+        granularity: ``"weight"``; ``"channel"``: slices of the first dimension stay or go; (n, m):
+            n of every m neighbouring weights of a slice stay, as in 2:4.
+        gamma: the hardness while training, a number or a schedule.
+        scores: ``"magnitude"``: the size of the weights (the root mean square of channels), or
+            ``"learned"``: parameters of their own, which start there.
+        include, exclude: which parameters: a pattern or patterns for names (``"encoder.*"``), or a
+            function of name and parameter. All with two dimensions or more unless told.
+        mode: ``"soft"``, or ``"ste"`` for hard masks forward and soft gradients while training:
+            the safer choice with batch normalisation, which undoes soft masks of a whole layer.
+
+    Call :meth:`step` after each step of the optimiser and :meth:`finalize` in the end. Data
+    parallelism needs nothing more; for FSDP2 build the pruner first, then ``fully_shard``, then
+    call :meth:`refresh`. Only sums travel between ranks, and all must call each method.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Site],
+        density: float | Schedule | None = None,
+        *,
+        granularity: Granularity = "weight",
+        gamma: float | Schedule = 0.9,
+        scores: Literal["magnitude", "learned"] = "magnitude",
+        include: Filter | None = None,
+        exclude: Filter | None = None,
+        mode: Mode = "soft",
+    ) -> None:
+        check_mode(mode)
+        if scores not in ("magnitude", "learned"):
+            raise ValueError(f"scores must be 'magnitude' or 'learned', got {scores!r}")
+        self._density = _density(density, granularity)
+        self._gamma = constant(gamma) if isinstance(gamma, int | float) else gamma
+        _check_part(self._density(0), "density")
+        _check_part(self._gamma(0), "gamma")
+        sites = _sites(model, include, exclude)
+        if not sites:
+            raise ValueError("no parameter to prune: nothing passed the filters")
+        self._budget = _Budget(granularity, scores == "learned", mode == "ste")
+        self._sites = sites
+        self._orders = {module: list(module._parameters) for _, module, _ in sites}
+        self._budget.attach(sites)
+        modules = [model] if isinstance(model, nn.Module) else [module for _, module, _ in sites]
+        self._roots = list(dict.fromkeys(modules))
+        self._hooks = [x.register_forward_pre_hook(self._budget.before) for x in self._roots]
+        self.last_step = 0
+        self._apply()
+
+    @property
+    def gamma(self) -> float:
+        """The hardness in force."""
+        return self._gamma(self.last_step)
+
+    @property
+    def density(self) -> float:
+        """The density in force."""
+        return self._density(self.last_step)
+
+    @property
+    def kept(self) -> int:
+        """How many units the hard masks keep."""
+        return self._budget.kept
+
+    def step(self) -> None:
+        """Move both schedules on; the masks follow."""
+        self.last_step += 1
+        self._apply()
+
+    def refresh(self) -> None:
+        """Look at the parameters again: after ``fully_shard``, or a change through ``.data``."""
+        self._alive().resolve()
+
+    def masks(self) -> dict[str, Tensor]:
+        """The mask of every parameter by name, whole: soft while training, hard in evaluation."""
+        budget = self._alive()
+        units = budget.units(soft=self._roots[0].training and not budget.ste)
+        masks = map(_over, units, budget.originals())
+        return dict(zip(self._names(), masks, strict=True))
+
+    def report(self) -> Report:
+        """Density by parameter, mass, and how binary the soft masks are."""
+        budget, layers = self._alive(), {}
+        soft, hard = budget.units(soft=True), budget.units(soft=False)
+        for name, p, kept in zip(self._names(), soft, hard, strict=True):
+            n, ones = p.numel(), int(kept.sum())
+            near = ((p < 1e-3) | (p > 1 - 1e-3)).sum().item() / n
+            layers[name] = LayerReport(n, ones, ones / n, p.double().sum().item(), near)
+        n, ones = (sum(getattr(x, f) for x in layers.values()) for f in ("entries", "kept"))
+        near = sum(x.near_binary * x.entries for x in layers.values()) / n
+        mass = sum(x.mass for x in layers.values())
+        return Report(n, ones, ones / n, mass, near, self.gamma, self.last_step, layers)
+
+    def finalize(self) -> None:
+        """Burn the hard masks in and give the model its plain parameters back."""
+        budget = self._alive()
+        if any(is_dtensor(x) for x in budget.originals()):
+            raise RuntimeError(
+                "finalize() works on whole parameters: load the state dict into an unsharded copy "
+                "with a pruner of its own, and finalize that"
+            )
+        with torch.no_grad():
+            for weight, mask in zip(budget.originals(), budget.units(soft=False), strict=True):
+                weight.mul_(_over(mask, weight).to(weight.dtype))
+        for hook in self._hooks:
+            hook.remove()
+        for _, module, name in self._sites:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        for module, order in self._orders.items():
+            for name in order:
+                module._parameters[name] = module._parameters.pop(name)
+        self._hooks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; learned scores are saved with the model."""
+        return {"last_step": self.last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_step = state["last_step"]
+        self._apply()
+
+    def _apply(self) -> None:
+        budget = self._alive()
+        if isinstance(budget.granularity, tuple):
+            n, m = budget.granularity
+            kept = budget.total * n // m
+        else:
+            kept = round(self.density * budget.total)
+        budget.set(kept, self.gamma)
+
+    def _alive(self) -> _Budget:
+        if not self._hooks:
+            raise RuntimeError("this pruner has been finalized")
+        return self._budget
+
+    def _names(self) -> list[str]:
+        """The first name of every parameter."""
+        first: dict[int, str] = {}
+        for (name, *_), i in zip(self._sites, self._budget.index, strict=True):
+            first.setdefault(i, name)
+        return list(first.values())
+
+
+def _check_part(x: float, name: str) -> None:
+    if not 0 <= x <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {x:g}")
+
+
+def _density(density: float | Schedule | None, granularity: Granularity) -> Schedule:
+    if isinstance(granularity, tuple):
+        n, m = granularity
+        if density is not None:
+            raise ValueError(f"granularity {granularity} sets the density: leave density out")
+        if not 0 < n <= m:
+            raise ValueError(f"granularity (n, m) needs 0 < n <= m, got {granularity}")
+        return constant(n / m)
+    if granularity not in ("weight", "channel"):
+        raise ValueError(f"granularity must be 'weight', 'channel' or (n, m), got {granularity!r}")
+    if density is None:
+        raise ValueError("density is missing: a number in [0, 1] or a schedule")
+    return constant(density) if isinstance(density, int | float) else density
+
+
+def _sites(
+    model: nn.Module | Iterable[Site], include: Filter | None, exclude: Filter | None
+) -> list[tuple[str, nn.Module, str]]:
+    """(full name, module, name) of all parameters that pass the filters."""
+    if not isinstance(model, nn.Module):
+        return [(f"{i}.{name}", module, name) for i, (module, name) in enumerate(model)]
+    found = []
+    for prefix, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            wanted = weight.dim() > 1 if include is None else _passes(include, full, weight)
+            if wanted and not (exclude is not None and _passes(exclude, full, weight)):
+                found.append((full, module, name))
+    return found
+
+
+def _passes(rule: Filter, name: str, weight: Tensor) -> bool:
+    if callable(rule):
+        return rule(name, weight)
+    patterns = [rule] if isinstance(rule, str) else rule
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class _Masked(nn.Module):
+    """The parametrization: a weight times its mask."""
+
+    def __init__(self, budget: _Budget, index: int, scores: nn.Parameter | None) -> None:
+        super().__init__()
+        self.scores: nn.Parameter | None
+        self.budget, self.index = budget, index
+        self.register_parameter("scores", scores)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        scores = weight if self.scores is None else self.scores
+        return weight * self.budget.mask(self.index, scores, weight).to(weight.dtype)
+
+
+class _Budget:
+    """What the masks of a model share: the budget, its solution, and the scores it is over.
+
+    While training only barrier and temperature are kept. Each layer makes its mask of them, so the
+    weights may be whole where the scores lie in shards, and gradients reach the scores both
+    directly and through barrier and temperature.
+    """
+
+    def __init__(self, granularity: Granularity, learned: bool, ste: bool) -> None:
+        self.granularity, self.learned, self.ste = granularity, learned, ste
+        self.lists: list[parametrize.ParametrizationList] = []
+        self.index: list[int] = []
+        self.sources: list[Tensor] = []  # weights or learned scores, one for each mask
+        self.kept, self.gamma = 0, torch.tensor(0.0, dtype=torch.float64)
+        self.training = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seen: object = None
+        self.state: Tensor | None = None
+        self.status: Tensor | None = None
+        self.hard: list[Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "seen": None, "state": None, "status": None, "hard": None}
+
+    def attach(self, sites: list[tuple[str, nn.Module, str]]) -> None:
+        positions: dict[int, int] = {}
+        scores: list[nn.Parameter | None] = []
+        for name, module, own in sites:
+            weight = getattr(module, own)
+            if not isinstance(weight, nn.Parameter) or parametrize.is_parametrized(module, own):
+                raise ValueError(f"{name} must be a plain parameter")
+            i = positions.setdefault(id(weight), len(positions))
+            if i == len(scores):
+                start = self.score(weight.detach(), name).clone()
+                scores.append(nn.Parameter(start) if self.learned else None)
+            self.index.append(i)
+        for i, (_, module, own) in zip(self.index, sites, strict=True):
+            parametrize.register_parametrization(
+                module, own, _Masked(self, i, scores[i]), unsafe=True
+            )
+            lists = cast(nn.ModuleDict, module.parametrizations)
+            self.lists.append(cast(parametrize.ParametrizationList, lists[own]))
+        self.resolve()
+        self.total = sum(math.prod(self._unit_shape(x)) for x in self.sources)
+
+    def _unit_shape(self, source: Tensor) -> Sequence[int]:
+        return source.shape[:1] if self.granularity == "channel" else source.shape
+
+    def score(self, weight: Tensor, name: str = "a parameter") -> Tensor:
+        """What units are chosen by."""
+        if isinstance(self.granularity, tuple):
+            m = self.granularity[1]
+            if weight[:1].numel() % m:
+                raise ValueError(
+                    f"{name} of shape {tuple(weight.shape)} has slices of {weight[:1].numel()} "
+                    f"weights, which groups of {m} do not fill: exclude it"
+                )
+            return weight.abs()
+        if self.granularity == "weight":
+            return weight.abs()
+        flat = weight.flatten(1) if weight.dim() > 1 else weight[:, None]
+        return torch.linalg.vector_norm(flat, dim=1) / math.sqrt(max(flat.shape[1], 1))
+
+    def scored(self, source: Tensor) -> Tensor:
+        return source if self.learned else self.score(source)
+
+    def resolve(self) -> None:
+        """Take the parameters as they are in the modules now."""
+        first: dict[int, Tensor] = {}
+        for i, site in zip(self.index, self.lists, strict=True):
+            first.setdefault(i, self._source(site))
+        self.sources = list(first.values())
+        self._forget()
+
+    def _source(self, site: parametrize.ParametrizationList) -> Tensor:
+        return cast(Tensor, cast(_Masked, site[0]).scores if self.learned else site.original)
+
+    def originals(self) -> list[Tensor]:
+        first: dict[int, Tensor] = {}
+        for i, site in zip(self.index, self.lists, strict=True):
+            first.setdefault(i, site.original)
+        return list(first.values())
+
+    def set(self, kept: int, gamma: float) -> None:
+        _check_part(kept / self.total, "density")
+        _check_part(gamma, "gamma")
+        self.kept = kept
+        self.gamma.fill_(gamma)
+        self._forget()
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, _: object) -> None:
+        """In front of a forward: solve if anything changed."""
+        self.training = module.training
+        self.renew(module.training)
+
+    def renew(self, soft: bool) -> None:
+        if isinstance(self.granularity, tuple):
+            return
+        for i, site in zip(self.index, self.lists, strict=True):
+            source = self.sources[i]
+            if self._source(site) is not source and not is_dtensor(source):
+                raise RuntimeError("parameters were replaced: call refresh() outside of forward")
+        seen = (*(x._version for x in self.sources), torch.is_grad_enabled())
+        if seen != self.seen:
+            self._forget()
+            self.seen = seen
+        soft = soft and bool(self.gamma < 1)
+        if soft and self.state is None:
+            k = torch.tensor([float(self.kept)], dtype=torch.float64, device=self.sources[0].device)
+            gamma = self.gamma.to(k.device).reshape(1)
+            self.state, self.status = _Barrier.apply(self, k, gamma, *self.sources)
+        if not soft:
+            self.state = None
+        if self.hard is None and (not soft or self.ste):
+            self.hard = self.units(soft=False)
+
+    def units(self, soft: bool) -> list[Tensor]:
+        """The masks of the units, whole on every rank."""
+        with torch.no_grad():
+            scores = [self.scored(x) for x in self.sources]
+            if isinstance(self.granularity, tuple):
+                masks = [self._groups(x, soft) for x in scores]
+            else:
+                gamma = self.gamma.to(scores[0].device) if soft else 1.0
+                masks = global_topk(scores, self.kept, gamma)
+            return [x.full_tensor() if is_dtensor(x) else x for x in masks]  # type: ignore[attr-defined]
+
+    def _groups(self, score: Tensor, soft: bool) -> Tensor:
+        n, m = cast(tuple[int, int], self.granularity)
+        here = local(score)
+        if here[:1].numel() % m:
+            raise ValueError(f"shards of slices {tuple(here.shape)} cut groups of {m}: exclude it")
+        rows = here.reshape(-1, m)
+        mask = soft_topk(rows, n, self.gamma) if soft else hard_topk(rows, n)
+        return like(mask.reshape(here.shape), score)
+
+    def mask(self, index: int, source: Tensor, weight: Tensor) -> Tensor:
+        """The mask of one weight, from its source as it lies here."""
+        if isinstance(self.granularity, tuple):
+            score = self.scored(source)
+            mask = self._groups(score, soft=self.training)
+            if self.ste and self.training:
+                mask = self._groups(score.detach(), soft=False) + (mask - mask.detach())
+            return mask
+        if self.state is None and self.hard is None:
+            self.renew(self.training)
+        if self.state is None:
+            mask = self._hard(index, weight)
+        else:
+            mask = _soft_mask(self.scored(source), self.state, cast(Tensor, self.status))
+            if self.granularity == "channel":
+                mask = mask.reshape(-1, *[1] * (weight.dim() - 1))
+            if self.ste:
+                mask = self._hard(index, weight) + (mask - mask.detach())
+        return mask
+
+    def _hard(self, index: int, weight: Tensor) -> Tensor:
+        mask = _over(cast(list[Tensor], self.hard)[index], weight)
+        if is_dtensor(weight):
+            mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+            mask = like(part(mask, mesh, placements, weight.shape), weight)
+        return mask
+
+
+def _over(mask: Tensor, weight: Tensor) -> Tensor:
+    """The mask of units as one of the weights."""
+    if mask.shape == weight.shape:
+        return mask
+    return mask.reshape(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
+
+
+def _soft_mask(score: Tensor, state: Tensor, status: Tensor) -> Tensor:
+    """sigma((score - b)/t) of what lies here, differentiable in the scores, b and t."""
+    here = local(score)
+    if is_dtensor(score):
+        state = _Shared.apply(state, layout([score]).groups)
+    pivot, b, t, _, level = state[0].unbind()
+    regular = (status[0] == int(Status.CONVERGED)) | (status[0] == int(Status.STALLED))
+    soft = regular | (status[0] == int(Status.TIED))
+    work = torch.promote_types(here.dtype, torch.float32)
+    # Harmless numbers where there is no temperature, so that no NaN reaches a gradient.
+    pivot, b = (torch.where(soft, x, 0.0).to(work) for x in (pivot, b))
+    t = torch.where(soft, t, 1.0).to(work).clamp(min=torch.finfo(work).tiny)
+    z = ((here.to(work) - pivot) - b) / t
+    q = 0.5 * torch.exp(-z.abs())
+    p = torch.where(z > 0, 1 - q, q)
+    # At the limits the mask does not follow its scores.
+    p = torch.where(regular, p, torch.where(soft, p.detach(), level.detach().to(work)))
+    return like(p.to(here.dtype), score)
+
+
+class _Shared(torch.autograd.Function):
+    """The state as used by shards of one weight: their gradients belong together."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, groups: str) -> Tensor:
+        ctx.groups = groups
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Exchange(ctx.groups).add(grad), None
+
+
+class _Barrier(torch.autograd.Function):
+    """``(budget, k, gamma, *sources) -> (state, status)`` of the scores of all sources.
+
+    It keeps its inputs as they are, not as saved tensors, so that several losses may go back
+    through it between two steps of the optimiser.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, budget: _Budget, k: Tensor, gamma: Tensor, *sources: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sources, ctx.budget = sources, budget
+        scores = [budget.scored(x.detach()) for x in sources]
+        ctx.groups, ctx.owners = layout(scores)
+        rows = [local(x).reshape(1, -1) for x in scores]
+        *_, state, info = solve_pieces(rows, k, gamma, False, ctx.groups, list(ctx.owners))
+        ctx.rest = (k, gamma, state.clone(), info)
+        status = info[:, 0].clone()
+        ctx.mark_non_differentiable(status)
+        return state, status
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        k, gamma, state, info = ctx.rest
+        if ctx.groups:  # ranks see different data, and gradients are averaged over them
+            exchange = Exchange(ctx.groups)
+            grad = exchange.add(grad) / exchange.size
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.sources]
+            scores = [ctx.budget.scored(x) for x in inputs]
+        rows = [local(x.detach()).reshape(1, -1) for x in scores]
+        zeros = [torch.zeros_like(x) for x in rows]
+        *pulled, _, _ = vjp_pieces(
+            rows, k, gamma, False, ctx.groups, list(ctx.owners), state, info, zeros, grad
+        )
+        along = [
+            like(d.reshape(local(s.detach()).shape), s.detach())
+            for d, s in zip(pulled, scores, strict=True)
+        ]
+        found = torch.autograd.grad(scores, inputs, along) if not ctx.budget.learned else along
+        return None, None, None, *found
