@@ -9,9 +9,6 @@ neighbouring scores of one row in each, and sums them up alone. Every pass reads
 from the cache if they fit there. What belongs to a row is a vector ``[ROWS]``, or a scalar if ROWS
 is one, of the type T of the scores (float32 for half types). Sums over a long row are float64.
 
-The start is not the reference's: some counts of the scores above a cut locate the barrier, and the
-density there says which temperature leaves as many scores undecided as gamma asks.
-
 The exponent is kept in base two: ``y = z log2(e)``, and ``e = 2^-|y| = 2 q``.
 """
 

@@ -127,10 +127,10 @@ def _pointers(pieces: Sequence[Tensor]) -> Any:
     return (ctypes.c_void_p * len(pieces))(*(x.data_ptr() for x in pieces))
 
 
-def look(pieces: Sequence[Tensor], shift: Tensor) -> Tensor:
+def look(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """As :func:`pieces.look`."""
-    out, shift = torch.empty(len(shift), 6, dtype=torch.float64), shift.contiguous()
-    _call("look", pieces[0].dtype, *_pieces(pieces), *map(_pointer, (shift, out)))
+    out = torch.empty(len(like), 5, dtype=torch.float64)
+    _call("look", pieces[0].dtype, *_pieces(pieces), _pointer(out))
     return out
 
 

@@ -29,7 +29,7 @@ from .reference import (
     SAMPLE_RATIO,
     TOLERANCE,
     _classify,
-    _diffuse,
+    _counting_start,
     _iterate,
     _mask,
     _Point,
@@ -60,16 +60,15 @@ class _Found(NamedTuple):
     """Whether the last pass left the masks of all rows."""
 
 
-def look(pieces: Sequence[Tensor], shift: Tensor) -> Tensor:
-    """(rows, 6): eligible, NaN or +inf, least, largest, sums of r - shift and |r - shift|."""
-    total = torch.stack([torch.zeros_like(shift)] * 2 + [torch.full_like(shift, math.inf)], -1)
-    total = torch.cat([total, -total[:, 2:], total[:, :2]], -1)
+def look(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """(rows, 5): eligible, NaN or +inf, least, largest, sum; a row for each number in ``like``."""
+    total = torch.stack([torch.zeros_like(like)] * 2 + [torch.full_like(like, math.inf)], -1)
+    total = torch.cat([total, -total[:, 2:], total[:, :1]], -1)
     for piece in pieces:
-        r = piece.to(shift.dtype)
+        r = piece.to(like.dtype)
         ok = r > -math.inf
-        d = torch.where(ok, r - shift[:, None], 0.0)
-        add = [ok.sum(-1), (~(r < math.inf)).sum(-1), d.sum(-1), d.abs().sum(-1)]
-        total[:, [0, 1, 4, 5]] += torch.stack([x.to(shift.dtype) for x in add], -1)
+        add = [ok.sum(-1), (~(r < math.inf)).sum(-1), torch.where(ok, r, 0.0).sum(-1)]
+        total[:, [0, 1, 4]] += torch.stack([x.to(like.dtype) for x in add], -1)
         total[:, 2] = torch.minimum(total[:, 2], torch.where(ok, r, math.inf).amin(-1))
         total[:, 3] = torch.maximum(total[:, 3], r.amax(-1))
     return total
@@ -266,8 +265,15 @@ class _Job:
 
         return read
 
-    def look(self, shift: Tensor) -> Tensor:
-        return self.call("look", self.read, shift) if self.read else look([], shift)
+    def look(self, like: Tensor) -> Tensor:
+        return self.call("look", self.read, like) if self.read else look([], like)
+
+    def count(self, cut: Tensor) -> Tensor:
+        """How many scores are above a cut, row by row; one collective."""
+        here = torch.zeros_like(cut)
+        for piece in self.read:
+            here += (piece > cut.to(self.dtype)[:, None]).sum(-1)
+        return self.exchange.add(here)
 
     def sample(self, offset: int, length: int, size: int, total: int) -> Tensor:
         """This rank's part of ``size`` scores evenly spread over ``total``."""
@@ -387,7 +393,7 @@ def _check(total: int, k: Tensor, hardness: Tensor, fixed: bool) -> None:
 
 def _gather_start(job: _Job, lengths: list[int], k: Tensor) -> tuple[Tensor, Tensor | None]:
     """A first look at the rows, (rows, 5), and a sample of long ones; one collective for both."""
-    here = job.look(torch.zeros_like(k))[:, :5]
+    here = job.look(k)
     total, rank = sum(lengths), job.exchange.rank
     alone = not job.exchange.groups
     size = max(MIN_SAMPLE, min(total // SAMPLE_RATIO, SAMPLE_CAP // max(job.rows, 1)))
@@ -430,7 +436,7 @@ def _begin(
     rows: slice | Tensor,
     fixed: bool,
 ) -> Tensor:
-    """(pivot, b, log t) to start from: the sample's answer, or a diffuse mask."""
+    """(pivot, b, log t) to start from: the sample's answer, or what some counts say."""
     begin, ok = None, None
     if sample is not None:
         part = k[rows] * sample.shape[1] / total
@@ -438,13 +444,17 @@ def _begin(
         if ok.all():
             return begin
     n, _, low, high, added = stats.unbind(-1)
-    mean = torch.maximum(torch.minimum(added / n, high), low).to(job.dtype).to(job.work)
-    deviation = job.look(mean.nan_to_num())[:, 5]
-    width = job.exchange.add(deviation) / n
-    low, high, mean, width, n, k = (x[rows] for x in (low, high, mean, width, n, k))
-    at = _diffuse(low, high, mean, width, n, k, target, fixed)
-    diffuse = torch.stack([at.pivot, at.b, at.tau], -1)
-    return diffuse if begin is None or ok is None else torch.where(ok[:, None], begin, diffuse)
+    mean = torch.maximum(torch.minimum(added / n, high), low)
+
+    def count(cut: Tensor) -> Tensor:
+        cuts = torch.zeros_like(n)
+        cuts[rows] = cut
+        return job.count(cuts)[rows]
+
+    low, high, mean, n, k = (x[rows] for x in (low, high, mean, n, k))
+    at = _counting_start(count, low, high, mean, n, k, target, fixed)
+    counted = torch.stack([at.pivot, at.b, at.tau], -1)
+    return counted if begin is None or ok is None else torch.where(ok[:, None], begin, counted)
 
 
 def _threshold(job: _Job, k: Tensor, hard: Tensor) -> tuple[Tensor, Tensor, Tensor]:

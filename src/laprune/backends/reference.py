@@ -17,6 +17,9 @@ which is exactly linear in b inside a gap between scores.
 budget has ``gamma = C/(C+V)``. We solve ``e2 = log C - log V - logit(gamma) = 0``: close to
 linear in log t at both ends, and as sharp for ``1 - gamma`` as for ``gamma``.
 
+**Start.** A few counts of the scores above a cut locate the barrier, and the density of the scores
+there gives a temperature. A long row is solved on a sample first.
+
 **Iteration.** Newton's method in ``(b, log t)``, one read of the row per pass. Eliminating b
 gives the reduced residual ``R = e2 - (e2_b/e1_b) e1`` and its slope in log t, which is negative.
 The temperature moves only when the barrier is solved for the present t, or nearly so; then the
@@ -59,7 +62,7 @@ TOLERANCE = {torch.float64: (2.5e-13, 1e-8), torch.float32: (4e-7, 1e-5)}  # mas
 LONG = 1 << 16  # rows longer than this start from a sample
 SAMPLE_RATIO = 256
 MIN_SAMPLE = 2048
-EXTREME = 64.0  # budgets with k (1-a) below this start in a tail
+ROUNDS = 4  # counts that locate the barrier
 MIN_DOUBT = 8.0  # least k (1-a) of a sample that says anything
 
 
@@ -302,35 +305,71 @@ def _repivot(at: _Point, s: _Sums) -> _Point:
     )
 
 
-def _diffuse_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
-    """A temperature of the size of the spread, from where the way down is smooth."""
+def _row_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
     ok = r > -math.inf
-    high = r.amax(-1)
     low = torch.where(ok, r, math.inf).amin(-1)
     mean = torch.where(ok, r - low[:, None], 0.0).sum(-1) / n + low
-    width = torch.where(ok, r - mean[:, None], 0.0).abs().sum(-1) / n
-    return _diffuse(low, high, mean, width, n, k, target, fixed)
+
+    def count(cut: Tensor) -> Tensor:
+        return (r > cut[:, None]).sum(-1).to(r.dtype)
+
+    return _counting_start(count, low, r.amax(-1), mean, n, k, target, fixed)
 
 
-def _diffuse(
+def _counting_start(
+    count: Callable[[Tensor], Tensor],
     low: Tensor,
     high: Tensor,
     mean: Tensor,
-    width: Tensor,
     n: Tensor,
     k: Tensor,
     target: Tensor,
     fixed: bool,
 ) -> _Point:
-    # The barrier of an extreme budget lies in a tail, which may be far longer than the spread.
-    a = k / n
-    tail = torch.where(a < 0.5, high - mean, mean - low)
-    width = torch.where(k * (1 - a) < EXTREME, torch.maximum(width, tail / 10), width)
-    tau = torch.log(width)
+    """Locate the barrier by counting the scores above some cuts.
+
+    The density of the scores there says which temperature leaves as many of them undecided as
+    gamma asks: close to a sharp barrier V = 3/4 t dN/db. It is no smaller than the cuts leave the
+    barrier in doubt, or a count its hardness: 1 - gamma >= 1/sqrt(k (1-a)).
+    """
+    few, flip = torch.minimum(k, n - k), 2 * k > n  # flip: the few are the lowest scores
+
+    def log_count(cut: Tensor) -> Tensor:
+        above = count(cut)
+        return torch.log((torch.where(flip, n - above, above) + 0.25) / few)
+
+    def between(from_: Tensor, to: Tensor) -> Tensor:
+        return (from_ / (from_ - to)).nan_to_num(0.5)
+
+    # Regula falsi (Illinois) on the log of the count: more than the few at lo, less at hi.
+    f = log_count(mean)
+    under = f <= 0
+    lo = torch.where(under, torch.where(flip, high, low), mean)
+    hi = torch.where(under, mean, torch.where(flip, low, high))
+    f_lo = torch.where(under, torch.log(n / few), f)
+    f_hi = torch.where(under, f, torch.log(0.25 / few))
+    w_lo, w_hi, last = f_lo, f_hi, torch.zeros_like(f)
+    for _ in range(ROUNDS):
+        cut = lo + between(w_lo, w_hi).clamp(0.02, 0.98) * (hi - lo)
+        f = log_count(cut)
+        up = f > 0
+        side = torch.where(up, 1.0, -1.0).to(f.dtype)
+        half = torch.where(side == last, 0.5, 1.0)
+        w_lo, w_hi = torch.where(up, f, w_lo * half), torch.where(up, w_hi * half, f)
+        lo, f_lo = torch.where(up, cut, lo), torch.where(up, f, f_lo)
+        hi, f_hi = torch.where(up, hi, cut), torch.where(up, f_hi, f)
+        last = side
+
+    share, width = between(f_lo, f_hi).clamp(0, 1), (hi - lo).abs()
+    soft = (few * (1 - few / n)).rsqrt().clamp(max=0.5)
+    if not fixed:
+        soft = torch.maximum(soft, torch.sigmoid(-target))
+    t = (soft * (1 - few / n) / 0.75 * width / (f_lo - f_hi)).nan_to_num(math.inf)
+    t = torch.maximum(t, 0.3 * torch.minimum(share, 1 - share) * width)
+    t = torch.maximum(torch.minimum(t, high - low), 1e-10 * (high - low))
+    tau = torch.log(t)
     tau = torch.maximum(tau, target) if fixed else tau - 0.25 * target.clamp(max=0)
-    t = tau.exp()
-    b = torch.where(a < 0.5, -t * torch.log(2 * a), t * torch.log(2 * (1 - a)))
-    return _Point.start(mean, torch.maximum(torch.minimum(b, high - mean), low - mean), tau)
+    return _Point.start(lo + share * (hi - lo), torch.zeros_like(tau), tau)
 
 
 def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) -> _Point:
@@ -338,7 +377,7 @@ def _sample_start(r: Tensor, n: Tensor, k: Tensor, target: Tensor, fixed: bool) 
     size = max(MIN_SAMPLE, r.shape[-1] // SAMPLE_RATIO)
     index = torch.arange(size, device=r.device) * r.shape[-1] // size
     at, ok = _start_from(r[:, index], k * size / r.shape[-1], target, fixed)
-    return at.where(ok, _diffuse_start(r, n, k, target, fixed))
+    return at.where(ok, _row_start(r, n, k, target, fixed))
 
 
 def _start_from(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[_Point, Tensor]:
@@ -359,7 +398,7 @@ def _start_from(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tu
     noise = (part * (1 - part / count)).rsqrt()
     hardest = torch.log(1 / noise - 1)
     rough = hardest if fixed else torch.minimum(target, hardest)
-    begin = _diffuse_start(sample, count, part, rough, False)
+    begin = _row_start(sample, count, part, rough, False)
 
     def sums(at: _Point) -> _Sums:
         return _sums(sample, at.pivot, at.b, at.tau.exp(), part / count)
@@ -490,7 +529,7 @@ def solve(
         rows, n_, k_ = (x if open_.all() else x[open_] for x in (r, n, k))
         target = torch.log(hardness[open_])
         target = target if fixed else target - torch.log1p(-hardness[open_])
-        begin = _sample_start if r.shape[-1] > LONG else _diffuse_start
+        begin = _sample_start if r.shape[-1] > LONG else _row_start
         start = begin(rows, n_, k_, target, fixed)
 
         def sums(at: _Point) -> _Sums:

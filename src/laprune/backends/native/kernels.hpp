@@ -147,33 +147,32 @@ LAPRUNE_INLINE Sums pass_loop(const T* r, int64_t n, const Point& at, const T* v
 // First look at a row, to start from: eligible count, NaN or +inf, extremes, and the sums of
 // r - shift and |r - shift|.
 struct Stats {
-  double count = 0, bad = 0, low = kInf, high = -kInf, sum = 0, deviation = 0;
+  double count = 0, bad = 0, low = kInf, high = -kInf, sum = 0;
   void add(const Stats& o) {
-    count += o.count, bad += o.bad, sum += o.sum, deviation += o.deviation;
+    count += o.count, bad += o.bad, sum += o.sum;
     low = std::min(low, o.low), high = std::max(high, o.high);
   }
 };
 
 template <typename T>
-LAPRUNE_INLINE Stats stats_loop(const T* r, int64_t n, double shift_) {
-  const T inf = std::numeric_limits<T>::infinity(), shift = static_cast<T>(shift_);
+LAPRUNE_INLINE Stats stats_loop(const T* r, int64_t n) {
+  const T inf = std::numeric_limits<T>::infinity();
   Stats total;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t stop = std::min(n, start + kBlock);
     T count = 0, bad = 0, low = inf, high = -inf;
-    double sum = 0, deviation = 0;
-#pragma omp simd reduction(+ : count, bad, sum, deviation) reduction(min : low) reduction(max : high)
+    double sum = 0;
+#pragma omp simd reduction(+ : count, bad, sum) reduction(min : low) reduction(max : high)
     for (int64_t i = start; i < stop; ++i) {
       const T x = r[i];
       const bool ok = x > -inf;
-      const double d = ok ? static_cast<double>(x) - static_cast<double>(shift) : 0.0;
       count += ok ? T(1) : T(0);
       bad += x < inf ? T(0) : T(1);
       low = ok && x < low ? x : low;
       high = x > high ? x : high;
-      sum += d, deviation += std::abs(d);
+      sum += ok ? static_cast<double>(x) : 0.0;
     }
-    total.add({count, bad, low, high, sum, deviation});
+    total.add({count, bad, low, high, sum});
   }
   return total;
 }
@@ -266,8 +265,8 @@ struct Kernels;
                                          T* out) {                                                  \
     return pass_loop<T, true, true>(r, n, at, v, out);                                              \
   }                                                                                                 \
-  LAPRUNE_CLONES static Stats stats_##name(const T* r, int64_t n, double shift) {                   \
-    return stats_loop(r, n, shift);                                                                 \
+  LAPRUNE_CLONES static Stats stats_##name(const T* r, int64_t n) {                                 \
+    return stats_loop(r, n);                                                                        \
   }                                                                                                 \
   LAPRUNE_CLONES static double count_##name(const T* r, int64_t n, T cut) {                         \
     return count_loop(r, n, cut);                                                                   \

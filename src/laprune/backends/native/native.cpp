@@ -65,9 +65,9 @@ struct Row {
     });
   }
 
-  Stats stats(double shift) const {
+  Stats stats() const {
     return reduce<Stats>([&](int64_t start, int64_t size) {
-      return Kernels<T>::stats(scores + start, size, shift);
+      return Kernels<T>::stats(scores + start, size);
     });
   }
 
@@ -245,7 +245,7 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
 // no start for the row.
 template <typename T>
 bool start_from(const Row<T>& sample, double k, double target, bool fixed, Start* start) {
-  const Stats stats = sample.stats(0);
+  const Stats stats = sample.stats();
   const double doubt = k * (1 - k / stats.count);
   if (stats.bad > 0 || stats.low >= stats.high || !(doubt >= kMinDoubt)) return false;
   const double hardest = std::log(std::sqrt(doubt) - 1);
@@ -285,7 +285,7 @@ Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
     const Answer answer = iterate(row, problem, start, true);
     if (answer.passes > 0) return answer;
   }
-  const Stats look = row.stats(0);
+  const Stats look = row.stats();
   problem.n = look.count;
   if (look.bad > 0) return non_finite(row);
   if (k > look.count) return level(row, kInfeasible, 1);
@@ -458,9 +458,9 @@ LAPRUNE_API int laprune_step(int64_t rows, const double* sums, void* iterations,
 
 #define LAPRUNE_PIECES(T, name)                                                                     \
   LAPRUNE_API void laprune_look_##name(const T** scores, const int64_t* sizes, int64_t count,       \
-                                       int64_t rows, const double* shift, double* stats,            \
+                                       int64_t rows, double* stats,                                 \
                                        int threads) {                                               \
-    laprune::look(laprune::Pieces<T>{scores, sizes, count, rows}, shift, stats, threads);           \
+    laprune::look(laprune::Pieces<T>{scores, sizes, count, rows}, stats, threads);                  \
   }                                                                                                 \
   LAPRUNE_API void laprune_sums_##name(const T** scores, const int64_t* sizes, int64_t count,       \
                                        int64_t rows, const double* points, T** out, double* sums,   \

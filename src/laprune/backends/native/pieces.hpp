@@ -60,12 +60,12 @@ std::vector<Result> reduce_rows(const Pieces<T>& in, int threads, Work&& work) {
 }
 
 template <typename T>
-void look(const Pieces<T>& in, const double* shift, double* out, int threads) {
+void look(const Pieces<T>& in, double* out, int threads) {
   const auto totals = reduce_rows<Stats>(in, threads, [&](const Stretch& s, const T* r) {
-    return Kernels<T>::stats(r, s.size, shift[s.row]);
+    return Kernels<T>::stats(r, s.size);
   });
   for (const Stats& s : totals)
-    for (double x : {s.count, s.bad, s.low, s.high, s.sum, s.deviation}) *out++ = x;
+    for (double x : {s.count, s.bad, s.low, s.high, s.sum}) *out++ = x;
 }
 
 template <typename T>
