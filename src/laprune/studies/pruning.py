@@ -1,7 +1,8 @@
 """Pruning whole networks on real images: accuracy against the part of the weights that is kept.
 
 A dense network is trained first. Every method starts from it, has the same optimiser, the same
-number of fine-tuning steps and the same final count of weights over the whole network:
+number of fine-tuning steps and the same final count of weights over the whole network (the dense
+network itself gets no such steps, so that a pruned one can be better than it):
 
 - one-shot: ``torch.nn.utils.prune.global_unstructured`` by magnitude, then fine-tuning;
 - gradual: the same function again and again along a cubic schedule;
