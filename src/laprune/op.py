@@ -76,9 +76,11 @@ def _is_traced(scores: Tensor) -> bool:
     """Whether anything but plain eager execution sees these scores."""
     return (
         type(scores) not in (Tensor, torch.nn.Parameter)
+        or scores.is_meta
         or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.is_legacy_batchedtensor(scores)  # is_grads_batched
     )
 
 
@@ -142,7 +144,8 @@ class TopK(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(scores)
         # Without a graph of its own, the gradient needs no autograd function.
-        plain = not (torch.is_grad_enabled() or _is_traced(grad_out))
+        upstream = grad_out if grad_state is None else grad_state
+        plain = not (torch.is_grad_enabled() or _is_traced(grad_out) or _is_traced(upstream))
         run = pick(scores).vjp if plain else Vjp.apply
         ds, dv, dk, dh = run(
             scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, grad_out, grad_state

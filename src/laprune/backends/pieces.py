@@ -445,9 +445,9 @@ def _begin(
             return begin
     n, _, low, high, added = stats.unbind(-1)
     mean = torch.maximum(torch.minimum(added / n, high), low)
+    cuts = torch.zeros_like(n)
 
     def count(cut: Tensor) -> Tensor:
-        cuts = torch.zeros_like(n)
         cuts[rows] = cut
         return job.count(cuts)[rows]
 
