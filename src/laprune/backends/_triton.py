@@ -524,7 +524,7 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
         soft = tl.maximum(soft, 1.0 / (1.0 + odds))
     t = soft * rest / 0.75 * wide / (f_lo - f_hi)
     t = tl.maximum(tl.where(t == t, t, INF), 0.3 * tl.minimum(share, 1.0 - share) * wide)
-    t = tl.maximum(tl.minimum(t, high - low), 1e-10 * (high - low))
+    t = tl.maximum(tl.minimum(t, high - low), 1e-7 * (high - low))
     if FIXED:
         t = tl.maximum(t, heat)
     else:

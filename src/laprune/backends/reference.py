@@ -366,7 +366,7 @@ def _counting_start(
         soft = torch.maximum(soft, torch.sigmoid(-target))
     t = (soft * (1 - few / n) / 0.75 * width / (f_lo - f_hi)).nan_to_num(math.inf)
     t = torch.maximum(t, 0.3 * torch.minimum(share, 1 - share) * width)
-    t = torch.maximum(torch.minimum(t, high - low), 1e-10 * (high - low))
+    t = torch.maximum(torch.minimum(t, high - low), 1e-7 * (high - low))
     tau = torch.log(t)
     tau = torch.maximum(tau, target) if fixed else tau - 0.25 * target.clamp(max=0)
     return _Point.start(lo + share * (hi - lo), torch.zeros_like(tau), tau)

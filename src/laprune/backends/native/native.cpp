@@ -213,7 +213,7 @@ Start counting_start(const Row<T>& row, const Problem& problem, const Stats& sta
   if (!problem.fixed) soft = std::max(soft, 1 / (1 + std::exp(problem.target)));
   double t = f_lo == f_hi ? range : soft * rest / 0.75 * width / (f_lo - f_hi);
   t = std::max(t, 0.3 * std::min(share, 1 - share) * width);
-  t = std::max(std::min(t, range), 1e-10 * range);
+  t = std::max(std::min(t, range), 1e-7 * range);
   double tau = std::log(t);
   if (problem.fixed) tau = std::max(tau, problem.target);
   else tau -= 0.25 * std::min(problem.target, 0.0);
