@@ -5,7 +5,7 @@
 tensor([0.9952, 0.1065, 0.8935, 0.0048])
 """
 
-from . import nn, schedules
+from . import losses, nn, schedules
 from .backends import Status
 from .diagnostics import Diagnostics, diagnostics
 from .functional import Solution, gated_topk, hard_topk, lapsum_topk, soft_topk, solve
@@ -20,6 +20,7 @@ __all__ = [
     "gated_topk",
     "hard_topk",
     "lapsum_topk",
+    "losses",
     "nn",
     "schedules",
     "soft_topk",

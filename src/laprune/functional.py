@@ -89,8 +89,20 @@ def solve(
 
     Mask, barrier and temperature are differentiable; barrier and temperature are float64.
     """
+    return _solution(scores, k, gamma, "gamma", dim, mask)
+
+
+def _solution(
+    scores: Tensor,
+    k: Number,
+    hardness: Number,
+    name: Literal["gamma", "temperature"],
+    dim: int = -1,
+    mask: Tensor | None = None,
+) -> Solution:
+    """:func:`solve` for either kind of hardness."""
     rows = _Rows(scores, dim, mask)
-    out, state, info = rows.run(k, gamma, name="gamma", fixed=False)
+    out, state, info = rows.run(k, hardness, name=name, fixed=name == "temperature")
     status, passes = info.unbind(-1)
     pivot, temperature = state[:, PIVOT], state[:, TEMPERATURE]
     # As plain ints: dynamo takes a comparison with an enum for False.
