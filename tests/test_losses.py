@@ -114,6 +114,33 @@ def test_min_temperature_is_the_higher_of_two(scores: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("floor", [None, 0.0])
+def test_a_detached_temperature_is_a_given_one(scores: Tensor, floor: float | None) -> None:
+    scores.requires_grad_()
+    t = laprune.solve(scores.detach(), K, 0.8).temperature
+    wanted = topk_cross_entropy(scores, TARGET, K, temperature=t, floor=floor)
+    found = topk_cross_entropy(scores, TARGET, K, 0.8, detach_temperature=True, floor=floor)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, topk_cross_entropy(scores, TARGET, K, 0.8, floor=floor))
+    gradients = [torch.autograd.grad(x, scores)[0] for x in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_detached_temperature_bounds_the_gradient() -> None:
+    """Through the temperature a nearly hard row may pull a thousand times harder."""
+    rows, y = normal(200, 20).requires_grad_(), torch.arange(200) % 20
+    gamma = 0.99
+    t = laprune.solve(rows.detach(), 5, gamma).temperature
+
+    def pull(detached: bool) -> Tensor:
+        loss = topk_cross_entropy(rows, y, 5, gamma, detach_temperature=detached, reduction="sum")
+        return torch.autograd.grad(loss, rows)[0].abs().sum(-1) * t
+
+    assert pull(True).max() <= 2 + 1e-9
+    assert pull(False).max() > 1000
+
+
+@pytest.mark.usefixtures("backend")
 def test_limits_are_finite_and_have_no_gradient() -> None:
     rows = torch.tensor([[3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0]])
     rows.requires_grad_()
@@ -221,6 +248,10 @@ def test_compiles_without_breaks(scores: Tensor) -> None:
         ({"k": 13}, r"k must lie in \[0, 12\], got 13"),
         ({"min_temperature": -1.0}, "min_temperature must be finite and at least 0, got -1"),
         ({"gamma": None, "temperature": 1.0, "min_temperature": 1.0}, "needs a gamma"),
+        (
+            {"gamma": None, "temperature": 1.0, "detach_temperature": True},
+            "detach_temperature needs a gamma",
+        ),
         ({"floor": 0.5}, r"floor must lie in \[0, 0.5\), got 0.5"),
         ({"reduction": "max"}, "reduction must be 'none', 'mean' or 'sum', got 'max'"),
         ({"target": TARGET[:2]}, r"target must have the shape of scores \(4, 12\) without"),

@@ -25,6 +25,7 @@ def topk_cross_entropy(
     *,
     temperature: Number | None = None,
     min_temperature: float = 0.0,
+    detach_temperature: bool = False,
     operator: Operator | None = None,
     floor: float | None = None,
     reduction: Reduction = "mean",
@@ -49,6 +50,9 @@ def topk_cross_entropy(
         gamma: hardness of the mask, as in :func:`laprune.soft_topk`.
         temperature: or its temperature, as in :func:`laprune.lapsum_topk`.
         min_temperature: with gamma: rows whose temperature would be lower take this one.
+        detach_temperature: with gamma: the gradient takes each row's temperature as given. Its
+            absolute values then sum to at most 2/t; through the temperature they have no such
+            bound, and grow without one as gamma nears 1.
         operator: or any other mask, ``(scores, k) -> mask``; those of :mod:`laprune.baselines` fit.
         floor: None for the logarithm itself, computed from barrier and temperature where those
             exist, so that it is finite and has its gradient however small p_y is. A number for
@@ -62,14 +66,20 @@ def topk_cross_entropy(
         temperature (gamma 0 or 1, constant or tied scores) its gradient is zero.
     """
     _check_floating(scores, "scores")
-    _check(scores, target, gamma, temperature, min_temperature, operator, floor, reduction)
+    _check_target(scores, target)
+    _check_hardness(gamma, temperature, min_temperature, detach_temperature, operator)
+    _check_form(floor, reduction)
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
-    if floor is None and operator is None:
-        log_p = _log_entry(scores, target, k, gamma, temperature, min_temperature)
+    if gamma is not None and (min_temperature > 0 or detach_temperature):
+        temperature = _own_temperature(scores, k, gamma, min_temperature, detach_temperature)
+        gamma = None
+    if operator is not None:
+        log_p = _log(_entry(operator(scores, k), target), floor)
+    elif floor is None:
+        log_p = _log_entry(scores, target, k, gamma, temperature)
     else:
-        mask = _mask(scores, k, gamma, temperature, min_temperature, operator)
-        log_p = _log(_entry(mask, target), floor)
+        log_p = _log(_entry(_mask(scores, k, gamma, temperature), target), floor)
     loss = -log_p.to(scores.dtype)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
@@ -94,13 +104,16 @@ class TopKCrossEntropy(torch.nn.Module):
         *,
         temperature: float | None = None,
         min_temperature: float = 0.0,
+        detach_temperature: bool = False,
         operator: Operator | None = None,
         floor: float | None = None,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        _check_hardness(gamma, temperature, min_temperature, operator, floor, reduction)
-        self.k, self.temperature, self.min_temperature = k, temperature, min_temperature
+        _check_hardness(gamma, temperature, min_temperature, detach_temperature, operator)
+        _check_form(floor, reduction)
+        self.k, self.temperature = k, temperature
+        self.min_temperature, self.detach_temperature = min_temperature, detach_temperature
         self.operator, self.floor, self.reduction = operator, floor, reduction
         here = None if gamma is None else torch.empty((), dtype=torch.float64)
         self.register_buffer("gamma", here)
@@ -123,6 +136,7 @@ class TopKCrossEntropy(torch.nn.Module):
             self.gamma,
             temperature=self.temperature,
             min_temperature=self.min_temperature,
+            detach_temperature=self.detach_temperature,
             operator=self.operator,
             floor=self.floor,
             reduction=self.reduction,
@@ -151,16 +165,13 @@ def _log_entry(
     k: float,
     gamma: Number | None,
     temperature: Number | None,
-    min_temperature: float,
 ) -> Tensor:
     """log p_y = z - log 2 for z <= 0 and log(1 - exp(-z)/2) above, z = (r_y - b)/t."""
-    if gamma is not None and min_temperature > 0:
-        temperature = _raised(scores, k, gamma, min_temperature)
-    if temperature is not None:
-        s = _solution(scores, k, temperature, "temperature")
-    else:
-        assert gamma is not None
+    if gamma is not None:
         s = _solution(scores, k, gamma, "gamma")
+    else:
+        assert temperature is not None
+        s = _solution(scores, k, temperature, "temperature")
     # As plain ints: dynamo takes a comparison with an enum for False.
     converged, stalled = int(Status.CONVERGED), int(Status.STALLED)
     smooth = (s.status == converged) | (s.status == stalled)
@@ -173,41 +184,23 @@ def _log_entry(
     return torch.where(smooth, log_p, _log(limit, None).to(b.dtype))
 
 
-def _mask(
-    scores: Tensor,
-    k: float,
-    gamma: Number | None,
-    temperature: Number | None,
-    min_temperature: float,
-    operator: Operator | None,
-) -> Tensor:
-    if operator is not None:
-        return operator(scores, k)
-    if gamma is not None and min_temperature > 0:
-        temperature = _raised(scores, k, gamma, min_temperature)
-    elif gamma is not None:
+def _mask(scores: Tensor, k: float, gamma: Number | None, temperature: Number | None) -> Tensor:
+    if gamma is not None:
         return soft_topk(scores, k, gamma)
     assert temperature is not None
     return lapsum_topk(scores, k, temperature)
 
 
-def _raised(scores: Tensor, k: float, gamma: Number, least: float) -> Tensor:
+def _own_temperature(
+    scores: Tensor, k: float, gamma: Number, least: float, detached: bool
+) -> Tensor:
     """The temperature of each row's gamma, or `least` where that is larger."""
-    t = _solution(scores, k, gamma, "gamma").temperature
+    t = _solution(scores.detach() if detached else scores, k, gamma, "gamma").temperature
     # A NaN row stays NaN through its scores.
     return torch.where(t > least, t, least)
 
 
-def _check(
-    scores: Tensor,
-    target: Tensor,
-    gamma: Number | None,
-    temperature: Number | None,
-    min_temperature: float,
-    operator: Operator | None,
-    floor: float | None,
-    reduction: str,
-) -> None:
+def _check_target(scores: Tensor, target: Tensor) -> None:
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         given = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"target must be an int64 tensor of class indices, got {given}")
@@ -216,16 +209,14 @@ def _check(
             f"target must have the shape of scores {tuple(scores.shape)} without the last "
             f"dimension, got {tuple(target.shape)}"
         )
-    _check_hardness(gamma, temperature, min_temperature, operator, floor, reduction)
 
 
 def _check_hardness(
     gamma: object,
     temperature: object,
     min_temperature: float,
+    detach_temperature: bool,
     operator: object,
-    floor: float | None,
-    reduction: str,
 ) -> None:
     choices = {"gamma": gamma, "temperature": temperature, "operator": operator}
     given = [name for name, x in choices.items() if x is not None]
@@ -235,8 +226,12 @@ def _check_hardness(
         )
     if not 0 <= min_temperature < math.inf:
         raise ValueError(f"min_temperature must be finite and at least 0, got {min_temperature}")
-    if min_temperature > 0 and gamma is None:
-        raise ValueError("min_temperature needs a gamma")
+    if gamma is None and (min_temperature > 0 or detach_temperature):
+        name = "min_temperature" if min_temperature > 0 else "detach_temperature"
+        raise ValueError(f"{name} needs a gamma")
+
+
+def _check_form(floor: float | None, reduction: str) -> None:
     if floor is not None and not 0 <= floor < 0.5:
         raise ValueError(f"floor must lie in [0, 0.5), got {floor}")
     if reduction not in ("none", "mean", "sum"):

@@ -3,7 +3,8 @@
 A ResNet-18 from scratch under ``-log p_y``, p the soft top-5 mask of the 100 scores: Adam at
 10^-3.25, batches of 100, a cosine over all epochs, gradients clipped at norm 5, LaPrune's gamma
 linear by epoch from 0.1 to 0.8. Beside the paper's seven methods: plain cross-entropy, and LaPrune
-with the logarithm taken exactly. All rows of a table have the same number of epochs.
+with the logarithm taken exactly, its gradient through the temperature or past it. All rows of a
+table have the same number of epochs.
 
 `python -m laprune.studies.classification` measures how many images per second this machine trains
 on, for some numbers of runs at once.
@@ -62,10 +63,13 @@ class Method(NamedTuple):
     """None: the exact logarithm."""
     clip: float | None = CLIP
     min_temperature: float = 0.0
+    detached: bool = False
+    """Whether the gradient takes the temperature as given."""
 
 
 LAPRUNE = Method("laprune", 0.8, 0.1)
 LOG = LAPRUNE._replace(floor=None)
+GIVEN = LOG._replace(detached=True)
 LAPSUM = Method("lapsum", 1.0, floor=None)
 CROSS_ENTROPY = Method("cross_entropy", floor=None)
 SMOOTH = Method("smooth_topk", 1.0, floor=None)
@@ -83,6 +87,7 @@ LABELS = {
     LAPSUM: "LapSum, t = 1",
     LAPRUNE: "LaPrune, gamma 0.1 → 0.8",
     LOG: "LaPrune, gamma 0.1 → 0.8, log space",
+    GIVEN: "LaPrune, gamma 0.1 → 0.8, log space, t given",
     CROSS_ENTROPY: "cross-entropy",
 }
 PAPER = {
@@ -116,7 +121,11 @@ class TopFive(nn.Module):
             start = softness if method.start is None else method.start
             self.schedule = linear(start, softness, epochs)
             self.top5 = TopKCrossEntropy(
-                K, start, min_temperature=method.min_temperature, floor=method.floor
+                K,
+                start,
+                min_temperature=method.min_temperature,
+                detach_temperature=method.detached,
+                floor=method.floor,
             )
         elif name == "lapsum":
             self.top5 = TopKCrossEntropy(K, temperature=softness, floor=method.floor)
@@ -336,7 +345,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "which have unit temperature here (epsilon = 2 is a logistic of unit width). The network "
         "is bitonic with Cauchy swaps, Sinkhorn's plan has two bins. Masks enter as "
         "-log((1 - 2e-7) p + 1e-7), as in that comparison; LapSum, and LaPrune where it says log "
-        "space, as -log p from barrier and temperature. Every row is clipped at norm 5.",
+        "space, as -log p from barrier and temperature; t given: the gradient does not pass "
+        "through the temperature. Every row is clipped at norm 5.",
     ]
     title = "CIFAR-100, ResNet-18, pure top-5 loss"
     table = write(

@@ -3,7 +3,7 @@
 The paper's fixed and annealed gammas, with what happens inside: gradient norms, saturated entries,
 how the scores grow, and how often the true class's entry of the mask vanishes. Beside them the same
 gammas with the mask's logarithm taken as it is, with the logarithm computed exactly from barrier
-and temperature, and with a lower bound on the temperature.
+and temperature, with a gradient that takes the temperature as given, and with a lower bound on it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .classification import (
+    GIVEN,
     LAPRUNE,
     LOG,
     Method,
@@ -35,7 +36,8 @@ FIXED = {gamma: Method("laprune", gamma) for gamma in (0.3, 0.5, 0.7, 0.9, 0.99)
 NO_CLIP = LAPRUNE._replace(clip=None)
 TO_90, TO_99 = (LAPRUNE._replace(softness=gamma) for gamma in (0.9, 0.99))
 LITERAL = {m: m._replace(floor=0.0) for m in (FIXED[0.9], FIXED[0.99], TO_90)}
-EXACT = {m: m._replace(floor=None) for m in (FIXED[0.9], FIXED[0.99], TO_90, TO_99)}
+EXACT = {m: m._replace(floor=None) for m in (FIXED[0.9], TO_90, TO_99)}
+STEADY = {m: m._replace(floor=None, detached=True) for m in (FIXED[0.9], FIXED[0.99], TO_90, TO_99)}
 RAISED = {m: m._replace(min_temperature=LEAST) for m in (FIXED[0.99], TO_99)}
 
 
@@ -48,6 +50,8 @@ def label(method: Method) -> str:
         words.append("log space")
     elif method.floor == 0:
         words.append("no floor")
+    if method.detached:
+        words.append("t given")
     if method.min_temperature:
         words.append(f"t ≥ {method.min_temperature:g}")
     return ", ".join(words)
@@ -64,10 +68,18 @@ PAPER = {
     TO_90: (1.0, 5.0),
 }
 """Top-1 and top-5 accuracy in per cent."""
-REMEDIES = (*EXACT.values(), *RAISED.values())
-METHODS = (*PAPER, TO_99, *LITERAL.values(), LOG, *REMEDIES)
+METHODS = (
+    *PAPER,
+    TO_99,
+    *LITERAL.values(),
+    LOG,
+    GIVEN,
+    *EXACT.values(),
+    *STEADY.values(),
+    *RAISED.values(),
+)
 LABELS = {m: label(m) for m in METHODS}
-SHOWN = (FIXED[0.7], FIXED[0.9], TO_90, LITERAL[TO_90], EXACT[TO_90], EXACT[TO_99], RAISED[TO_99])
+SHOWN = (FIXED[0.7], FIXED[0.9], TO_90, LITERAL[TO_90], EXACT[TO_90], STEADY[TO_99], RAISED[TO_99])
 """What the figure of the causes shows: a healthy run, collapsed ones, and remedies."""
 CAUSES = {
     "gradient": "gradient norm",
@@ -86,7 +98,7 @@ DRAWN = ("gradient", "lost", "floored", "spread")
 
 def settings(options: Options) -> list[Setting]:
     # The collapses and what mends them first: they say most.
-    first = (TO_90, EXACT[TO_90], EXACT[TO_99], FIXED[0.9], EXACT[FIXED[0.9]], RAISED[TO_99])
+    first = (TO_90, STEADY[TO_99], EXACT[TO_90], FIXED[0.9], STEADY[FIXED[0.9]], RAISED[TO_99])
     return listed([*first, *(m for m in METHODS if m not in first)], options)
 
 
@@ -96,7 +108,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         *notes(records, LABELS),
         "A run without a single finite gradient in an epoch ends there; its accuracy is that of "
         "chance. Where nothing else is said the loss is -log((1 - 2e-7) p + 1e-7) of the mask's "
-        "entry p; no floor: -log p of the mask; log space: -log p from barrier and temperature.",
+        "entry p; no floor: -log p of the mask; log space: -log p from barrier and temperature; t "
+        "given: the gradient does not pass through the temperature.",
         "## What happens inside",
         _causes(records),
         "Means over the last epoch that was run. A wrong row without gradient: the true class is "
