@@ -182,7 +182,7 @@ def listed(methods: Sequence[Method], options: Options) -> list[Setting]:
     return [
         {"images": source, "epochs": epochs, **method._asdict(), "seed": seed}
         for method in methods
-        for seed in seeds(options, SEEDS)
+        for seed in seeds(options, 1 if options.quick else SEEDS)
     ]
 
 

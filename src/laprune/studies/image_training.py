@@ -241,12 +241,13 @@ class Run:
         if self.stream is None:
             yield
             return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(self.stream))
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True))
-            if cuda.serves(self.sums):
-                stack.enter_context(use(cuda))
-            yield
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        kernels = use(cuda) if cuda.serves(self.sums) else contextlib.nullcontext()
+        try:
+            with torch.cuda.stream(self.stream), kernels:
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
     def prepare(self) -> None:
         """Run a few steps to set everything up, capture one, and go to the beginning or back to
