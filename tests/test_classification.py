@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import laprune
 from laprune import cli
-from laprune.studies import classification, collapse
+from laprune.studies import classification, collapse, hardness_path
 from laprune.studies.classification import (
     CROSS_ENTROPY,
     LABELS,
@@ -172,6 +172,28 @@ def test_a_stopped_run_goes_on_where_it_was(images: Images, tmp_path: Path) -> N
         assert {k: one[k] for k in same} == {k: other[k] for k in same}
 
 
+def test_convolutions_in_bfloat16_follow_float32_weights(images: Images, tmp_path: Path) -> None:
+    whole = trained(make(images, CROSS_ENTROPY, mixed=True))[0]
+    assert len(whole.masters) == 20
+    for master, half in zip(whole.masters, whole.halves, strict=True):
+        assert (master.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(master.detach().bfloat16(), half.detach())
+        assert not torch.equal(master.detach(), half.detach().float())
+    names = {id(p) for p in (*whole.masters, *whole.net.parameters())} - {
+        id(h) for h in whole.halves
+    }
+    assert {id(p) for p in whole.parameters} == names
+    assert {p.dtype for p in whole.net.head.parameters()} == {torch.float32}
+    full = trained(make(images, CROSS_ENTROPY))[0]
+    assert whole.logs[0]["loss"] == pytest.approx(full.logs[0]["loss"], rel=0.02)
+
+    path = tmp_path / "run.safetensors"
+    half_way = make(images, CROSS_ENTROPY, mixed=True, checkpoint=path)
+    next(train_all([(0, lambda: half_way)], 1, lambda: half_way.epoch == 1))
+    rest = trained(make(images, CROSS_ENTROPY, mixed=True, checkpoint=path))[0]
+    assert all(torch.equal(x, y) for x, y in zip(rest.masters, whole.masters, strict=True))
+
+
 def test_gamma_and_the_learning_rate_follow_the_epochs(images: Images) -> None:
     run = make(images)
     found = []
@@ -317,6 +339,12 @@ def test_a_study_out_of_time_goes_on_and_draws_what_is_there(tmp_path: Path) -> 
     assert "LaPrune, gamma 0.1 → 0.8: ACC@5 | 87.4 |" in text
     assert "Not run: Smooth top-k" in text
     assert len(load(tmp_path / "classification.jsonl")) == 2
+
+
+def test_any_study_can_be_out_of_time(tmp_path: Path) -> None:
+    with pytest.raises(Unfinished, match="0 of .* settings are on file"):
+        run(hardness_path.STUDY, Options(quick=True, deadline=0.0), tmp_path)
+    assert run(hardness_path.STUDY, Options(quick=True, deadline=math.inf), tmp_path)
 
 
 def test_studies_share_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

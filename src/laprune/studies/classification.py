@@ -34,7 +34,7 @@ from laprune.schedules import linear
 
 from .harvest import cifar100
 from .image_training import Images, Recipe, Run, train_all
-from .lab import Measured, Options, Record, Setting, Study, hardware
+from .lab import Measured, Options, Record, Setting, Study
 from .style import COLOURS, LINES, figure, save
 from .tables import Floats, Row, seeds, select, spread, stack, write
 
@@ -235,10 +235,9 @@ def together(wanted: list[Setting], options: Options) -> Iterator[Measured]:
         if not run.finished:
             continue
         result = run.result() | {
-            "precision": "bfloat16" if gpu else "float32",
+            "precision": str(run.dtype).removeprefix("torch."),
             "at_once": at_once,
             "compiled": options.compiled,
-            "hardware": hardware(options.device),
         }
         if run.checkpoint is not None:
             run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -331,13 +330,13 @@ def style(i: int) -> dict[str, Any]:
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
     name = f"classification{suffix(records)}"
-    fig, axes = figure(2, width=4.6)
+    fig, axes = figure(2, width=4.6, height=4.2)
     for i, method in enumerate(m for m in LABELS if select(records, **m._asdict())):
         for axis, key in zip(axes, ("top1", "top5"), strict=True):
             y = 100 * curve(records, method, key)
             axis.plot(range(1, len(y) + 1), y, label=LABELS[method], **style(i))
     for axis, k in zip(axes, (1, 5), strict=True):
-        axis.set(xlabel="epoch", ylabel=f"test accuracy among the first {k}, %")
+        axis.set(xlabel="epoch", ylabel=f"ACC@{k} on the test images, %")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     said = [
         "NeuralSort, SoftSort, smooth top-k and the network have the softness of Petersen et al.'s "

@@ -139,7 +139,7 @@ def _mean(values: list[float | None]) -> str:
 def _figure(records: list[Record], folder: Path, name: str) -> list[Path]:
     shown = [m for m in SHOWN if select(records, **m._asdict())]
     fig, axes = figure(1 + len(DRAWN), width=3.2)
-    panels: list[tuple[Any, str, str]] = [(axes[0], "top5", "test accuracy among the first 5")]
+    panels: list[tuple[Any, str, str]] = [(axes[0], "top5", "ACC@5 on the test images")]
     panels += [(a, key, CAUSES[key]) for a, key in zip(axes[1:], DRAWN, strict=True)]
     for axis, key, title in panels:
         for i, method in enumerate(shown):

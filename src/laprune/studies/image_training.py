@@ -187,11 +187,13 @@ class Run:
         clip: float | None = 5.0,
         compiled: bool = False,
         checkpoint: Path | None = None,
+        mixed: bool | None = None,  # None: on a GPU
     ) -> None:
         device = images.train.device
         self.images, self.criterion, self.recipe, self.seed = images, criterion, recipe, seed
         self.clip, self.checkpoint, self.on_gpu = clip, checkpoint, device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.mixed = self.on_gpu if mixed is None else mixed
+        self.dtype = torch.bfloat16 if self.mixed else torch.float32
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
         self.logs: list[dict[str, Any]] = []
         self.epoch, self.last_saved = 0, time.monotonic()
@@ -226,8 +228,8 @@ class Run:
         self.replay: Callable[[], None] = self.step
 
     def _mixed(self) -> tuple[list[Tensor], list[Tensor]]:
-        """float32 weights for Adam to keep, and the bfloat16 ones that compute; none on a CPU."""
-        if not self.on_gpu:
+        """float32 weights for Adam to keep, and the bfloat16 ones that compute."""
+        if not self.mixed:
             return [], []
         convolutions = self.net.convolutions()
         masters = [m.weight.detach().clone().requires_grad_() for m in convolutions]
