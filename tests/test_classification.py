@@ -342,7 +342,7 @@ def test_a_study_out_of_time_goes_on_and_draws_what_is_there(tmp_path: Path) -> 
 
 
 def test_any_study_can_be_out_of_time(tmp_path: Path) -> None:
-    with pytest.raises(Unfinished, match="0 of .* settings are on file"):
+    with pytest.raises(Unfinished, match=r"0 of \d+ settings are on file"):
         run(hardness_path.STUDY, Options(quick=True, deadline=0.0), tmp_path)
     assert run(hardness_path.STUDY, Options(quick=True, deadline=math.inf), tmp_path)
 

@@ -339,9 +339,10 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         axis.set(xlabel="epoch", ylabel=f"ACC@{k} on the test images, %")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     said = [
-        "NeuralSort, SoftSort, smooth top-k and the network have the softness of Petersen et al.'s "
-        "experiments on the same data; the paper does not print those of LapSum and SinkhornSort, "
-        "which have unit temperature here (epsilon = 2 is a logistic of unit width). The network "
+        "The paper takes the softness of the other methods from the LapSum benchmark and prints "
+        "none. Here NeuralSort, SoftSort, smooth top-k and the network have that of Petersen et "
+        "al.'s experiments on the same data, LapSum and SinkhornSort unit temperature (epsilon = 2 "
+        "is a logistic of unit width). The network "
         "is bitonic with Cauchy swaps, Sinkhorn's plan has two bins. Masks enter as "
         "-log((1 - 2e-7) p + 1e-7), as in that comparison; LapSum, and LaPrune where it says log "
         "space, as -log p from barrier and temperature; t given: the gradient does not pass "
