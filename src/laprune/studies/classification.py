@@ -342,10 +342,10 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "The paper takes the softness of the other methods from the LapSum benchmark and prints "
         "none. Here NeuralSort, SoftSort, smooth top-k and the network have that of Petersen et "
         "al.'s experiments on the same data, LapSum and SinkhornSort unit temperature (epsilon = 2 "
-        "is a logistic of unit width). The network is bitonic with Cauchy swaps, Sinkhorn's plan has "
-        "two bins. How the paper takes the logarithm is not said; here masks enter as "
-        "-log((1 - 2e-7) p + 1e-7), as in Petersen et al.'s code; LapSum, and LaPrune where it says log "
-        "space, as -log p from barrier and temperature; t given: the gradient does not pass "
+        "is a logistic of unit width). The network is bitonic with Cauchy swaps, Sinkhorn's plan "
+        "has two bins. How the paper takes the logarithm is not said; here masks enter as "
+        "-log((1 - 2e-7) p + 1e-7), as in Petersen et al.'s code; LapSum, and LaPrune where it "
+        "says log space, as -log p from barrier and temperature; t given: the gradient does not pass "
         "through the temperature. Every row is clipped at norm 5.",
     ]
     title = "CIFAR-100, ResNet-18, pure top-5 loss"
