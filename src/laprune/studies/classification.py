@@ -345,8 +345,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "is a logistic of unit width). The network is bitonic with Cauchy swaps, Sinkhorn's plan "
         "has two bins. How the paper takes the logarithm is not said; here masks enter as "
         "-log((1 - 2e-7) p + 1e-7), as in Petersen et al.'s code; LapSum, and LaPrune where it "
-        "says log space, as -log p from barrier and temperature; t given: the gradient does not pass "
-        "through the temperature. Every row is clipped at norm 5.",
+        "says log space, as -log p from barrier and temperature; t given: the gradient does not "
+        "pass through the temperature. Every row is clipped at norm 5.",
     ]
     title = "CIFAR-100, ResNet-18, pure top-5 loss"
     table = write(
