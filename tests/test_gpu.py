@@ -126,3 +126,26 @@ def test_nccl_with_one_rank(tmp_path):
         assert int((model.weight != 0).sum()) == 410
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["laprune", "lapsum", "neuralsort", "bitonic", "smooth_topk"])
+def test_a_captured_training_step_is_the_step(name: str) -> None:
+    from laprune.studies.classification import LABELS, TopFive, synthetic
+    from laprune.studies.image_training import Recipe, Run, train_all
+
+    method = next(m for m in LABELS if m.operator == name)
+    recipe = Recipe(epochs=2, batch=10, width=8)
+    captured, plain = (Run(synthetic("cuda"), TopFive(method, 2), recipe, 0) for _ in range(2))
+    prepare = plain.prepare
+
+    def without_graph() -> None:
+        prepare()
+        plain.replay = plain.step
+
+    plain.prepare = without_graph  # type: ignore[method-assign]
+    runs = [run for _, run in train_all([(r, lambda r=r: r) for r in (captured, plain)], 2, bool)]
+    assert {id(r) for r in runs} == {id(captured), id(plain)}
+    assert captured.replay != captured.step
+    for one, other in zip(captured.logs, plain.logs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
+        assert one["broken"] == other["broken"] == 0

@@ -16,6 +16,7 @@ DEPTH = {
     "studies": 1,
     # baselines and every application: 2; `prune` is one of them
     "nn": 3,
+    "losses": 3,
     "schedules": 3,
     "diagnostics": 3,
     "functional": 4,

@@ -5,7 +5,7 @@
 tensor([0.9952, 0.1065, 0.8935, 0.0048])
 """
 
-from . import nn, schedules
+from . import losses, nn, schedules
 from .backends import Status
 from .diagnostics import Diagnostics, diagnostics
 from .functional import Solution, gated_topk, hard_topk, lapsum_topk, soft_topk, solve
@@ -22,6 +22,7 @@ __all__ = [
     "global_topk",
     "hard_topk",
     "lapsum_topk",
+    "losses",
     "nn",
     "schedules",
     "soft_topk",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,6 +45,8 @@ STUDIES = (
     "sae_language",
     "pruning",
     "rank_cost",
+    "classification",
+    "collapse",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
 REPORTED = (*STUDIES, "bench_operator", "scaling")
@@ -183,11 +186,27 @@ def reproduce(
         Path | None, typer.Option(help="Folder with the real data some studies need.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder for harvested activations, to use them again.")
+        Path | None,
+        typer.Option(help="Folder for what is costly to make again: activations, checkpoints."),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="How many seeds; the study's own if not given.")
     ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Of the studies that train at length.")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="How many trainings share the device.")
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the networks that are trained.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so long; a later call goes on.")
+    ] = None,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Measure nothing: draw what is on file.")
+    ] = False,
     quick: Quick = False,
     results: Results = Path("results"),
 ) -> None:
@@ -195,7 +214,8 @@ def reproduce(
 
     What is on file is not measured again, so an interrupted run goes on where it stopped.
     """
-    from .studies.lab import MissingData, Options, console, run
+    from .studies import lab
+    from .studies.lab import MissingData, Options, Unfinished, console, run
 
     if list_:
         abouts = _abouts(STUDIES)
@@ -208,15 +228,33 @@ def reproduce(
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
-    options = Options(device=_device(device), seeds=seeds, quick=quick, data=data, cache=cache)
+    options = Options(
+        device=_device(device),
+        seeds=seeds,
+        quick=quick,
+        data=data,
+        cache=cache,
+        epochs=epochs,
+        parallel=parallel,
+        compiled=compiled,
+        deadline=None if minutes is None else time.monotonic() + 60 * minutes,
+    )
     left_out = False
     for name in names or STUDIES:
         study = _study(name)
         try:
-            records = run(study, options, results)
+            records = (lab.stored if stored else run)(study, options, results)
         except MissingData as error:
             left_out = True
             console.print(f"{name} left out: {error}")
+            continue
+        except Unfinished as error:
+            left_out = True
+            console.print(f"{name} not complete: {error}; the same command goes on")
+            continue
+        if not records:
+            left_out = True
+            console.print(f"{name}: nothing is on file")
             continue
         console.print("written:", *map(str, study.draw(records, results)))
     if left_out:

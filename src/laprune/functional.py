@@ -93,8 +93,20 @@ def solve(
     """
     if is_dtensor(scores):
         return Solution(*_spread().solve(scores, k, gamma, dim=dim, mask=mask)[:5])
+    return _solution(scores, k, gamma, "gamma", dim, mask)
+
+
+def _solution(
+    scores: Tensor,
+    k: Number,
+    hardness: Number,
+    name: Literal["gamma", "temperature"],
+    dim: int = -1,
+    mask: Tensor | None = None,
+) -> Solution:
+    """:func:`solve` for either kind of hardness."""
     rows = _Rows(scores, dim, mask)
-    out, state, info = rows.run(k, gamma, name="gamma", fixed=False)
+    out, state, info = rows.run(k, hardness, name=name, fixed=name == "temperature")
     status, passes = info.unbind(-1)
     pivot, temperature = state[:, PIVOT], state[:, TEMPERATURE]
     # As plain ints: dynamo takes a comparison with an enum for False.

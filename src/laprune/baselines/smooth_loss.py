@@ -76,7 +76,7 @@ def smooth_topk_loss(
     if labels.shape != scores.shape[:-1]:
         raise ValueError(f"labels must have shape {tuple(scores.shape[:-1])}, got {labels.shape}")
     x = (scores if scores.dtype == torch.float64 else scores.float()) / (k * tau)
-    is_label = functional.one_hot(labels, n).bool()
+    is_label = labels.unsqueeze(-1) == torch.arange(n, device=labels.device)
     log_e = log_symmetric_polynomials(x.masked_fill(is_label, _LOG_ZERO), k)
     own = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     excess = margin / tau + log_e[..., k] - log_e[..., k - 1] - own

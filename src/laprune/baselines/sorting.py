@@ -7,6 +7,7 @@ here builds such a matrix in full, except `diffsort_topk`, which is the publishe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -25,13 +26,12 @@ _Logits: TypeAlias = Callable[[slice], Tensor]
 _Layer: TypeAlias = tuple[Tensor, Tensor]
 
 
-def _sum_of_softmax_rows(logits: _Logits, weights: Tensor, rows: int) -> Tensor:
+def _sum_of_softmax_rows(logits: _Logits, weights: Tensor, rows: int, ranks: int) -> Tensor:
     """Sum softmax(logits[rank]) over ranks with weights, without keeping the ranks x n matrix.
 
-    `logits(slice)` returns `(rows, ranks, n)`.
+    `logits(slice)` returns `(rows, ranks, n)`; the first `ranks` weights are not zero.
     """
     n = weights.shape[0]
-    ranks = int((weights > 0).sum())
     chunk = max(1, CHUNK_ENTRIES // (rows * n))
 
     def part(ranks: slice) -> Tensor:
@@ -78,7 +78,8 @@ def neuralsort_topk(scores: Tensor, k: float, tau: float = 1.0) -> Tensor:
         def logits(ranks: slice) -> Tensor:
             return (slope[ranks, None] * rows[:, None] - distance[:, None]) / tau
 
-        mask = _sum_of_softmax_rows(logits, budget_weights(n, k, rows), rows.shape[0])
+        weights = budget_weights(n, k, rows)
+        mask = _sum_of_softmax_rows(logits, weights, rows.shape[0], math.ceil(k))
     return mask.reshape(scores.shape).to(scores.dtype)
 
 
@@ -105,7 +106,7 @@ def softsort_topk(scores: Tensor, k: float, tau: float = 1.0) -> Tensor:
             return -(ranked[:, ranks, None] - rows[:, None]).abs() / tau
 
         weights = budget_weights(rows.shape[-1], k, rows)
-        mask = _sum_of_softmax_rows(logits, weights, rows.shape[0])
+        mask = _sum_of_softmax_rows(logits, weights, rows.shape[0], math.ceil(k))
     return mask.reshape(scores.shape).to(scores.dtype)
 
 
@@ -157,14 +158,14 @@ def bitonic_topk(scores: Tensor, k: float, softness: float = 0.1) -> Tensor:
         keeps = []
         x = rows
         for low, high in layers:
-            a, b = x[:, low], x[:, high]
+            a, b = x.index_select(1, low), x.index_select(1, high)
             keep = _keep_probability(a, b, softness)
             swapped = (1 - keep) * (b - a)
             x = x.index_add(1, low, swapped).index_add(1, high, -swapped)
             keeps.append(keep)
         mask = budget_weights(n, k, rows).flip(0).expand_as(rows)
         for (low, high), keep in zip(reversed(layers), reversed(keeps), strict=True):
-            swapped = (1 - keep) * (mask[:, high] - mask[:, low])
+            swapped = (1 - keep) * (mask.index_select(1, high) - mask.index_select(1, low))
             mask = mask.index_add(1, low, swapped).index_add(1, high, -swapped)
     return mask.reshape(scores.shape).to(scores.dtype)
 

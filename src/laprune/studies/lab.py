@@ -12,7 +12,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -32,6 +33,8 @@ from rich.progress import (
 
 Setting = dict[str, Any]
 Record = dict[str, Any]
+Measured = tuple[Setting, dict[str, Any]]
+"""A setting and its result."""
 
 console = Console()
 
@@ -45,10 +48,22 @@ class Options:
     quick: bool = False
     data: Path | None = None
     cache: Path | None = None  # a folder for what is costly to make again
+    epochs: int | None = None  # of studies that train at length; None: the paper's
+    parallel: int | None = None  # how many trainings share the device; None: the study's choice
+    compiled: bool = False  # whether networks are compiled
+    deadline: float | None = None  # in time.monotonic(): begin nothing more after it
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
 
 class MissingData(RuntimeError):
     """A study needs data that are not there; the message says which."""
+
+
+class Unfinished(RuntimeError):
+    """The time given was up before a study was complete; what is done is on file."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,10 @@ class Study:
     settings: Callable[[Options], Iterable[Setting]]
     measure: Callable[[Setting, Options], dict[str, Any]]
     draw: Callable[[list[Record], Path], list[Path]]
+    together: (
+        Callable[[list[Setting], Options], Iterator[tuple[Setting, dict[str, Any]]]] | None
+    ) = None
+    """In place of `measure` where settings are measured side by side: each result as it comes."""
 
 
 def run(study: Study, options: Options, folder: Path) -> list[Record]:
@@ -74,15 +93,40 @@ def run(study: Study, options: Options, folder: Path) -> list[Record]:
         task = progress.add_task(
             study.name, total=len(wanted), completed=len(wanted) - len(missing)
         )
-        for setting in missing:
+
+        def tell(setting: Setting) -> None:
             progress.update(task, description=f"{study.name}: {_brief(setting)}")
-            record = {"setting": setting, "result": study.measure(setting, options), "where": where}
+
+        for setting, result in _measured(study, missing, options, tell):
+            record = {"setting": setting, "result": result, "where": where}
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             done[_key(setting)] = record
             progress.advance(task)
         progress.update(task, description=study.name)
+    left = sum(_key(s) not in done for s in wanted)
+    if left:
+        raise Unfinished(f"{len(wanted) - left} of {len(wanted)} settings are on file")
     return [done[_key(s)] for s in wanted]
+
+
+def _measured(
+    study: Study, missing: list[Setting], options: Options, tell: Callable[[Setting], None]
+) -> Iterator[Measured]:
+    if study.together is not None:
+        yield from study.together(missing, options)
+        return
+    for setting in missing:
+        if options.late:
+            return
+        tell(setting)
+        yield setting, study.measure(setting, options)
+
+
+def stored(study: Study, options: Options, folder: Path) -> list[Record]:
+    """Those records of the wanted settings that are on file."""
+    done = {_key(r["setting"]): r for r in load(folder / f"{study.name}.jsonl")}
+    return [done[_key(s)] for s in study.settings(options) if _key(s) in done]
 
 
 def load(path: Path) -> list[Record]:
