@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._arguments import check_floating
 from .backends import Status
-from .functional import Number, _check_floating, _solution, lapsum_topk, soft_topk
+from .functional import Number, _solution, lapsum_topk, soft_topk
 
 Operator = Callable[[Tensor, float], Tensor]
 """Scores and k to a mask of the scores' shape, rows along the last dimension."""
@@ -65,7 +66,7 @@ def topk_cross_entropy(
         The loss in the scores' type, float32 for half types. Where a row has no finite
         temperature (gamma 0 or 1, constant or tied scores) its gradient is zero.
     """
-    _check_floating(scores, "scores")
+    check_floating(scores, "scores")
     _check_target(scores, target)
     _check_hardness(gamma, temperature, min_temperature, detach_temperature, operator)
     _check_form(floor, reduction)
