@@ -33,6 +33,7 @@ from torch.nn.utils import prune
 from laprune.prune import GlobalPruner
 from laprune.schedules import Schedule
 
+from .harvest import cifar100
 from .lab import Options, Record, Setting, Study
 from .style import figure, save
 from .tables import Floats, markdown, plot, pm, seeds, select, spread, stack
@@ -149,28 +150,18 @@ def digits(seed: int) -> Task:
 
 
 @functools.lru_cache(maxsize=1)
-def cifar100(folder: Path, quick: bool) -> Task:
-    """CIFAR-100 from sheets of 25 x 40 images and their labels; one sheet of each when quick."""
-    from PIL import Image
+def cifar(data: Path, quick: bool) -> Task:
+    """CIFAR-100, standardised by channel; a thousand images of each kind when quick."""
+    first = 1000 if quick else None
 
-    def images(kind: str) -> Tensor:
-        sheets = sorted(folder.glob(f"{kind}-*.webp"))[: 1 if quick else None]
-        if not sheets:
-            raise FileNotFoundError(f"no {kind}-*.webp in {folder}")
-        parts = [
-            np.asarray(Image.open(sheet).convert("RGB"))
-            .reshape(25, 32, 40, 32, 3)
-            .transpose(0, 2, 4, 1, 3)
-            .reshape(1000, 3, 32, 32)
-            for sheet in sheets
-        ]
-        return torch.tensor(np.concatenate(parts), dtype=torch.float32) / 255
+    def split(name: str) -> tuple[Tensor, Tensor]:
+        images, labels = cifar100(data, name)
+        x = torch.tensor(images[:first]).permute(0, 3, 1, 2) / 255
+        return x, torch.tensor(labels[:first])
 
-    x, test_x = images("train"), images("test")
+    (x, y), (test_x, test_y) = split("train"), split("test")
     mean, sd = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-    labels = np.load(folder / "labels.npz")
-    y, test_y = (torch.tensor(labels[kind]).long() for kind in ("train", "test"))
-    return Task((x - mean) / sd, y[: len(x)], (test_x - mean) / sd, test_y[: len(test_x)])
+    return Task((x - mean) / sd, y, (test_x - mean) / sd, test_y)
 
 
 def settings(options: Options) -> list[Setting]:
@@ -221,7 +212,7 @@ def _task(name: str, seed: int, options: Options) -> Task:
         task = digits(seed)
     else:
         assert options.data is not None
-        task = cifar100(options.data / "cifar100", options.quick)
+        task = cifar(options.data, options.quick)
     return Task(*(x.to(options.device) for x in task))
 
 
