@@ -93,13 +93,13 @@ def plain_shards(rank: int, world: int) -> None:
 
 def long_row(rank: int, world: int) -> None:
     r, weights = normal(200_000), normal(200_000, seed=1)
-    for k in (30.0, 5000.0):
+    for k, extra in ((30.0, 7), (5000.0, 3)):  # of the 7, 5 count: its sample says nothing
         solution = distributed.solve(shard(r, rank, world), k, 0.9)
         one = laprune.solve(r, k, 0.9)
         close(solution.mask, shard(one.mask, rank, world), rtol=1e-8, atol=1e-10)
         close(solution.temperature, one.temperature, rtol=1e-8, atol=0)
         close(solution.barrier, one.barrier, rtol=1e-8, atol=0)
-        assert solution.collectives <= solution.passes + 7  # 5 of them count
+        assert solution.collectives <= solution.passes + extra
     assert solution.collectives <= 8
     numbers = (torch.tensor(x, dtype=torch.float64) for x in (5000.0, 0.9))
     k, gamma = numbers

@@ -300,6 +300,23 @@ def test_lapsum_at_extreme_temperatures(temperature: float, backend: str) -> Non
     torch.testing.assert_close(p, wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-20, 1e-30])
+@pytest.mark.parametrize("k", [12.0, 12.5, 200.5])
+def test_lapsum_keeps_a_fraction_at_tiny_temperatures(
+    k: float, temperature: float, dtype: torch.dtype, backend: str
+) -> None:
+    r = normal(4, 300, dtype=dtype).clamp(min=0)
+    p = laprune.lapsum_topk(r, k, temperature)
+    torch.testing.assert_close(p.double().sum(-1), torch.full((4,), k).double(), rtol=1e-6, atol=0)
+
+
+def test_ties_at_the_smallest_scale_are_found_soon(backend: str) -> None:
+    r = 1e-30 * torch.tensor([[-1.2, 0.9], [0.3, -0.4]])
+    s = laprune.solve(r, torch.tensor([1.7425, 0.2643]), torch.tensor([0.9, 0.53]))
+    assert s.status.tolist() == [Status.TIED, Status.TIED]
+    assert s.passes.max() <= 60
+
+
 def test_nothing_passed_in_is_modified(dtype: torch.dtype, backend: str) -> None:
     r = normal(6, 8, dtype=dtype)
     r[0, 0], r[1, 1], r[2] = -INF, NAN, 1.0

@@ -291,11 +291,16 @@ def _raise_sharp(
 
 
 def _repivot(at: _Point, s: _Sums) -> _Point:
-    """Measure from the score nearest to the barrier once b is large beside t."""
+    """Measure from the score nearest to the barrier once b is large beside t.
+
+    Where scores are few, always from the one the barrier is at: all weight may come to rest on it.
+    """
     over, under = (s.above - at.pivot) - at.b, at.b - (s.below - at.pivot)
     pivot = torch.where(over < under, s.above, s.below)
     shift = pivot - at.pivot
-    better = (at.b.abs() > 2 * at.tau.exp()) & ((at.b - shift).abs() < 0.5 * at.b.abs())
+    t, left = at.tau.exp(), (at.b - shift).abs()
+    better = (at.b.abs() > 2 * t) & (left < 0.5 * at.b.abs())
+    better = better | ((s.above - s.below > 8 * t) & (left <= 4 * t))
     shift = torch.where(better, shift, 0.0)
     return at._replace(
         pivot=torch.where(better, pivot, at.pivot),

@@ -194,15 +194,17 @@ inline Status Iteration::step(const Sums& s) {
   return kStalled;
 }
 
-// Keep b small beside t by measuring it from a score close to it.
+// Keep b small beside t by measuring it from a score close to it; where scores are few, from the
+// one that the barrier is at, on which all weight may come to rest.
 inline void Iteration::move(double b, double tau, const Sums& s) {
   tau_ = tau;
   at.b = b, at.t = std::exp(tau);
-  if (std::abs(b) <= 2 * at.t) return;
   const double over = (s.above - at.pivot) - b, under = b - (s.below - at.pivot);
   const double pivot = over < under ? s.above : s.below;
   const double shift = pivot - at.pivot;
-  if (!(std::abs(b - shift) < 0.5 * std::abs(b))) return;
+  const bool better = std::abs(b) > 2 * at.t && std::abs(b - shift) < 0.5 * std::abs(b);
+  const bool at_score = s.above - s.below > 8 * at.t && std::abs(b - shift) <= 4 * at.t;
+  if (!better && !at_score) return;
   at.pivot = pivot, at.b -= shift, b_lo_ -= shift, b_hi_ -= shift;
 }
 
