@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from laprune.backends import cpu, reference, use
+from laprune.backends import cpu, cuda, reference, use
 from laprune.studies.inputs import budgets, draw, hardnesses
 
-BACKENDS = {"cpu": cpu, "reference": reference}
+
+class OnGPU(ModuleType):
+    """The CUDA backend for tests that hold their scores on the host."""
+
+    @staticmethod
+    def _there_and_back(f: Any, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        found = f(*(x.cuda() if isinstance(x, Tensor) else x for x in args))
+        return tuple(None if x is None else x.cpu() for x in found)
+
+    def solve(self, *args: Any) -> Any:
+        return self._there_and_back(cuda.solve, args)
+
+    def vjp(self, *args: Any) -> Any:
+        return self._there_and_back(cuda.vjp, args)
+
+
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+if torch.cuda.is_available():
+    BACKENDS["cuda"] = OnGPU("cuda")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 LARGEST_GAMMA = {torch.float64: 1 - 1e-8, torch.float32: 1 - 1e-4}
@@ -73,3 +95,15 @@ def sharpest(r: Tensor, k: Tensor) -> Tensor:
     above, tied = (r > threshold).double(), (r == threshold).double()
     left = k[..., None] - above.sum(-1, keepdim=True)
     return above + tied * left / tied.sum(-1, keepdim=True)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, whatever makes the host wait for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

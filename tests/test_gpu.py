@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import no_waiting
 
 import laprune
 from laprune.sae import AuxK, SparseAutoencoder, Trainer, evaluate
@@ -73,11 +74,8 @@ def test_a_training_step_does_not_wait_for_the_gpu(batch):
     trainer = Trainer(sae, aux=AuxK(k=8, dead_after=400))
     x = torch.randn(200, 24, device="cuda")
     trainer.step(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         trainer.step(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_checkpoint_moves_between_devices(tmp_path):

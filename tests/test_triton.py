@@ -11,10 +11,10 @@ import math
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
+from conftest import no_waiting
 
 from laprune.backends import Status, cuda, reference
 from laprune.backends._contract import OFFSET, TEMPERATURE
@@ -280,13 +280,8 @@ def test_no_sync_one_graph_same_bits(rows, n):
     torch.use_deterministic_algorithms(False)
     first = both()
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode calls itself a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         again = both()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = both()

@@ -1,7 +1,8 @@
 """Backends: each is one file with the same two functions, ``solve`` and ``vjp``.
 
-``reference`` is the mathematics in plain torch and serves every device; ``cpu`` is native code. The
-device of the scores decides; :func:`use` overrides that for tests and comparisons.
+``reference`` is the mathematics in plain torch and serves every device; ``cpu`` is native code,
+``cuda`` Triton. The device of the scores decides; :func:`use` overrides that for tests and
+comparisons.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, cuda, reference
 from ._contract import INFO_SIZE, STATE_SIZE, Status
 
 __all__ = ["INFO_SIZE", "STATE_SIZE", "Status", "pick", "reference", "use"]
 
-_FAST = {"cpu": cpu}
+_FAST = {"cpu": cpu, "cuda": cuda}
 _forced: list[ModuleType] = []
 
 

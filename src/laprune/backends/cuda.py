@@ -19,8 +19,8 @@ from ._contract import INFO_SIZE, STATE_SIZE
 from .reference import TOLERANCE
 
 SHORT = 1 << 15  # longest row that one program solves while there are rows enough
-COARSE = 16  # a very long row reads one tile in so many before all of itself
-VERY_LONG = 1 << 24
+COARSE = 16  # a very long row reads one tile in so many, and one per program, before all of itself
+VERY_LONG = 1 << 22
 LINE = 16  # numbers a program shows its team
 
 
@@ -106,7 +106,7 @@ class _Launch:
         work = tl.float64 if wide else tl.float32
         width = how.unroll * how.lanes * 4
         self.meets = how.team > 1
-        self.held = self.n <= width <= 32 * how.lanes
+        self.once = how.team == 0 and self.n <= width
         self.options: dict[str, Any] = {
             "GATE": 0 if not gated else 2 if values is None else 1,
             "T": work,
@@ -123,7 +123,9 @@ class _Launch:
             self.options["maxnreg"] = how.registers
         self.tolerance = TOLERANCE[torch.float64 if wide else torch.float32]
         tiles = -(-self.n // width)
-        self.few_tiles = tiles // COARSE if self.n >= VERY_LONG else tiles
+        self.few_tiles = tiles
+        if self.n >= VERY_LONG:
+            self.few_tiles = min(tiles, -(-tiles // (COARSE * how.team)) * how.team)
         self.grid = (self.rows * how.team if how.team else -(-self.rows // how.rows),)
 
     def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +172,7 @@ def solve(
         if go.how.team == 0:
             module.solve_rows[go.grid](
                 r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, *go.tolerance,
-                FIXED=fixed, ROWS=go.how.rows, HELD=go.held, **go.options,
+                FIXED=fixed, ROWS=go.how.rows, ONCE=go.once, **go.options,
             )  # fmt: skip
         else:
             module.solve_long[go.grid](
@@ -213,7 +215,7 @@ def vjp(
         module.vjp[go.grid](
             r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info,
             pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
-            FIXED=fixed, PULL=grad_state is not None, ROWS=go.how.rows, **go.options, **go.sums,
-            **go.team,
+            FIXED=fixed, PULL=grad_state is not None, ROWS=go.how.rows, ONCE=go.once, **go.options,
+            **go.sums, **go.team,
         )  # fmt: skip
     return dscores, dvalues, dk, dhardness
