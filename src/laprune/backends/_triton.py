@@ -704,11 +704,12 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
     # and the mass may err relative to k alone.
     polished += polish
-    nearly = (polished > 4) & (off_by <= 2 * mass_tol * k.to(S)) & (miss <= 2 * close)
-    converged = converged | nearly
+    late = (polished > 4) | (passes > 2 * PATIENCE)
+    nearly_holds = budget_holds | (late & (off_by <= 2 * mass_tol * k.to(S)))
+    converged = converged | (late & nearly_holds & (miss <= 2 * close))
     # All weight on one score, or on equal ones: a smaller t changes nothing any more.
     pinned = seen & (t * SATURATED < gap) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (over_k != 0)
-    tied = pinned & budget_holds & (FIXED == 0)
+    tied = pinned & nearly_holds & (FIXED == 0)
 
     # Newton's step in log t, inside its bracket; b follows linearly in t.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
@@ -918,6 +919,9 @@ def _other_mask(b_x, level, status, T: tl.constexpr):
 
 # --- the kernels ---------------------------------------------------------------------------------
 
+# Numbers whose value is no reason to compile anew.
+PLAIN = ["rows", "size", "s_k", "s_hardness", "few_tiles"]
+
 
 @triton.jit
 def _fill(p_x, p_v, p_out, n_cols, line, level, status, threshold, left, walk, GATE: tl.constexpr,
@@ -965,7 +969,7 @@ def _my_rows(rows, ROWS: tl.constexpr):
     return pid if ROWS == 1 else tl.minimum(pid * ROWS + tl.arange(0, ROWS), rows - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def solve_rows(
     p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness, mass_tol,
     hardness_tol,
@@ -1052,7 +1056,7 @@ def _part_goal(hardness, k, n, FIXED: tl.constexpr):
         return tl.minimum(hardness, 1.0 - 1.0 / tl.sqrt(tl.maximum(k * (1.0 - k / n), 1.1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def solve_long(
     p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, p_lines, p_count, n_cols, size, s_k,
     s_hardness, mass_tol, hardness_tol, few_tiles,
@@ -1260,7 +1264,7 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
     return e_bar, c1, p_bar, tl.where(broken, float("nan"), dk), tl.where(broken, float("nan"), dh)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def vjp(
     p_x, p_v, p_g, p_dx, p_dv, p_k, p_hardness, p_state, p_info, p_pull, p_dk, p_dh, p_lines,
     p_count, rows, n_cols, size, s_k, s_hardness,

@@ -87,11 +87,20 @@ def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Pl
 
 
 def plan(scores: Tensor, backward: bool) -> Plan:
+    """What ``tools/tune_cuda.py`` found best on an H200."""
     rows, n = scores.shape
     processors = _processors(scores.device.index)
     if n <= SHORT and (n <= 4096 or rows * 2 > processors):
-        return short_plan(n, 16 if n <= 512 or n > 8192 else 128, 1 if n <= 8192 else 8)
-    return long_plan(rows, n, processors, 16 if backward else 8, 4)
+        if n <= 512:
+            how, registers = short_plan(n, 16, 1), 128 * backward
+        elif n <= 8192:
+            how, registers = short_plan(n, 32, 4) if backward else short_plan(n, 128, 1), 128
+        else:
+            how, registers = short_plan(n, 64, 16) if backward else short_plan(n, 32, 8), 128
+        return how if scores.dtype == torch.float64 else how._replace(registers=registers)
+    if backward:
+        return long_plan(rows, n, processors, 8 if n <= 2 * 10**6 else 16, 4)
+    return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
 
 
 class _Launch:

@@ -7,10 +7,10 @@ answer is checked first, and a wrong one gets no time. Running out of memory or 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,41 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
     key = (setting["operator"], setting["device"])
     if setting["rows"] == 1 and key in _gave_up:
         return {"failed": f"not tried: {_gave_up[key]} at a smaller n"}
-    command = [sys.executable, "-m", "laprune.studies.scaling", json.dumps(setting)]
-    try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        result: dict[str, Any] = {"failed": f"over {LIMIT_S} s"}
-    else:
-        result = _outcome(out)
+    result = _alone(setting)
     if setting["rows"] == 1 and "failed" in result:
         _gave_up[key] = result["failed"]
     return result
 
 
-def _outcome(out: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    if out.returncode == 0:
-        return json.loads(out.stdout.splitlines()[-1])
-    lines = out.stderr.strip().splitlines()
-    text = lines[-1] if lines else f"exit status {out.returncode}"
-    memory = out.returncode == -9 or "OutOfMemory" in text or "not enough memory" in text
-    return {"failed": "out of memory" if memory else text[:200]}
+def _alone(setting: Setting) -> dict[str, Any]:
+    """:func:`point` in a fresh process. A server that has done the imports forks it."""
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload([__name__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(setting, sender))  # type: ignore[attr-defined]
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT_S):
+            return {"failed": f"over {LIMIT_S} s"}
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL
+        return {"failed": "out of memory" if killed else f"exit status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _report(setting: Setting, sender: Connection) -> None:
+    try:
+        sender.send(point(setting))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        memory = "OutOfMemory" in text or "not enough memory" in text
+        sender.send({"failed": "out of memory" if memory else text.splitlines()[0][:200]})
 
 
 def _operator(name: str) -> Callable[[Tensor, int], Tensor]:
@@ -223,6 +239,3 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 STUDY = Study("scaling", "runtime and memory against n, every operator", settings, measure, draw)
-
-if __name__ == "__main__":
-    print(json.dumps(point(json.loads(sys.argv[1]))))

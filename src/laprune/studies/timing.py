@@ -31,8 +31,8 @@ def _once(call: Call, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def graph_ms(call: Call, repeats: int) -> float:
-    """Median time of ``call`` replayed from a CUDA graph."""
+def graph_ms(call: Call, repeats: int, calls: int = 10) -> float:
+    """Median time of ``call`` replayed from a CUDA graph that holds it so many times."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -41,8 +41,9 @@ def graph_ms(call: Call, repeats: int) -> float:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return median_ms(graph.replay, "cuda", repeats, warm_ups=3)
+        for _ in range(calls):
+            call()
+    return median_ms(graph.replay, "cuda", repeats, warm_ups=3) / calls
 
 
 def copy_bandwidth(device: str, size: int = 1 << 28) -> float:
