@@ -116,7 +116,8 @@ def topk(
     scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`solve_op` with every derivative."""
-    return TopK.apply(scores, k, hardness, values, gated, fixed)
+    function = TopK if _is_traced(scores) else _Eager
+    return function.apply(scores, k, hardness, values, gated, fixed)
 
 
 class TopK(torch.autograd.Function):
@@ -164,6 +165,19 @@ class TopK(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         flat, unflatten = _flatten(info.batch_size, in_dims, args)
         return tuple(unflatten(x) for x in TopK.apply(*flat)), (0, 0, 0)
+
+
+class _Eager(torch.autograd.Function):
+    """:class:`TopK` where nothing traces: an older form of function, with less ceremony."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _solve(*inputs)
+        TopK.setup_context(ctx, inputs, output)
+        return output
+
+    backward = TopK.backward
+    jvp = TopK.jvp
 
 
 class Vjp(torch.autograd.Function):

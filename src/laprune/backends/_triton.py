@@ -160,17 +160,22 @@ def _zero8(ROWS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _across(lanes, S: tl.constexpr, ROWS: tl.constexpr):
-    """Sums per row from sums per thread."""
+    """Sums per row from sums per thread, added in the type S."""
     sums = (
-        tl.sum(lanes[0], 2), tl.sum(lanes[1], 2), tl.sum(lanes[2], 2), tl.sum(lanes[3], 2),
-        tl.sum(lanes[4], 2), tl.sum(lanes[5], 2), tl.sum(lanes[6], 2), tl.sum(lanes[7], 2),
+        tl.sum(lanes[0], 2).to(S), tl.sum(lanes[1], 2).to(S), tl.sum(lanes[2], 2).to(S),
+        tl.sum(lanes[3], 2).to(S), tl.sum(lanes[4], 2).to(S), tl.sum(lanes[5], 2).to(S),
+        tl.sum(lanes[6], 2).to(S), tl.sum(lanes[7], 2).to(S),
     )  # fmt: skip
     sums = tl.reduce(sums, 0, _add8)
-    if ROWS == 1:
-        sums = tl.reduce(sums, 0, _add8)
+    return tl.reduce(sums, 0, _add8) if ROWS == 1 else sums
+
+
+@triton.jit
+def _wide(sums):
+    f64: tl.constexpr = tl.float64
     return (
-        sums[0].to(S), sums[1].to(S), sums[2].to(S), sums[3].to(S), sums[4].to(S), sums[5].to(S),
-        sums[6].to(S), sums[7].to(S),
+        sums[0].to(f64), sums[1].to(f64), sums[2].to(f64), sums[3].to(f64), sums[4].to(f64),
+        sums[5].to(f64), sums[6].to(f64), sums[7].to(f64),
     )  # fmt: skip
 
 
@@ -743,11 +748,13 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
         warmer = tl.where((held == d) & (outside == 0), heat, warmer)
     b_both = b + t * (u - e1_t * r_e1_b * growth)
 
-    # Newton's step in b alone, inside its bracket; where no score is in sight, on to the next.
+    # Newton's step in b alone, inside its bracket; where no score is in sight, on to the next, and
+    # not past it.
     b_lo, b_hi = tl.where(excess > 0, b, b_lo), tl.where(excess > 0, b_hi, b)
     under, over = b - below_d, above_d - b
     max_z: tl.constexpr = 700.0 if S == tl.float64 else 80.0
-    blind = seen & (tl.minimum(under, over) > 0.9 * max_z * t)
+    beyond = (tl.abs(u) > SATURATED) & (t * tl.abs(u) > tl.where(excess > 0, over, under))
+    blind = seen & ((tl.minimum(under, over) > 0.9 * max_z * t) | beyond)
     b_only = tl.where(blind, tl.where(excess > 0, above_d, below_d), b + t * u)
     off_limits = (b_lo > -INF) & (b_hi < INF) & (((b_only > b_lo) & (b_only < b_hi)) == 0)
     b_only = tl.where(off_limits, 0.5 * (b_lo + b_hi), b_only)
@@ -776,7 +783,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b_lo, b_hi = tl.where(anew, -INF, b_lo), tl.where(anew, INF, b_hi)
     # Newton's own step from close by lands on the answer, to the square of the error. The pass
     # there writes; where that was too early, another one will.
-    last = plain & (size * size <= 25 * tl.minimum(mass_tol, hardness_tol))
+    last = plain & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
     if FIXED:
         last = last & (t == heat)
     else:
@@ -1130,12 +1137,12 @@ def solve_long(
         passes_all += 1
         spread, below, above, gap = zero, zero, zero, zero
         if stage == 0:
-            sums = _held_sums(b_s, line, T, f64, U, 1)
+            sums = _wide(_held_sums(b_s, line, T, T, U, 1))
         else:
             sums, seen = _pass(p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path,
-                               True, GATE, T, f64, U, 1, LANES, EVEN)  # fmt: skip
+                               True, GATE, T, T, U, 1, LANES, EVEN)  # fmt: skip
             team = (p_lines, p_count, size, me, meetings)
-            sums, seen = _meet(sums, seen, counting > 0, team, TEAM, LINES)
+            sums, seen = _meet(_wide(sums), seen.to(f64), counting > 0, team, TEAM, LINES)
             meetings += 1
             if counting > 0:
                 bad = tl.floor(seen / BAD)
@@ -1318,11 +1325,8 @@ def vjp(
             b_e = _upstream(p_v, j * U + u, n_cols, b_xs[u], b_gs[u], GATE, T, LANES, EVEN)
             lanes = _plus(lanes, _grad_tile(b_xs[u], b_e, line, centre, T))
     sums = _across(lanes, S, ROWS)
-    wide = (
-        sums[0].to(f64), sums[1].to(f64), sums[2].to(f64), sums[3].to(f64),
-        sums[4].to(f64), sums[5].to(f64), sums[6].to(f64), sums[7].to(f64),
-    )  # fmt: skip
-    sums, _seen = _meet(wide, wide[0], False, team, TEAM, LINES)
+    sums = _wide(sums)
+    sums, _seen = _meet(sums, sums[0], False, team, TEAM, LINES)
     e_bar, c1, p_bar, dk, dh = _coefficients(
         sums, status, at[2], centred, (gb, gt), k, hardness, FIXED
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from ._contract import INFO_SIZE, STATE_SIZE
 from .reference import TOLERANCE
 
 SHORT = 1 << 15  # longest row that one program solves while there are rows enough
-COARSE = 16  # a very long row reads one tile in so many, and one per program, before all of itself
+COARSE = 8  # a very long row reads one tile in so many, and one per program, before all of itself
 VERY_LONG = 1 << 22
 LINE = 16  # numbers a program shows its team
 
@@ -104,38 +106,40 @@ def plan(scores: Tensor, backward: bool) -> Plan:
 
 
 class _Launch:
-    """What every kernel call of a shape shares."""
+    """What every kernel call of a shape shares, and the kernels compiled for it."""
 
-    def __init__(self, scores: Tensor, values: Tensor | None, gated: bool, how: Plan) -> None:
+    def __init__(self, rows: int, n: int, dtype: torch.dtype, gate: int, how: Plan) -> None:
         import triton.language as tl
 
-        self.how = how
-        self.rows, self.n = scores.shape
-        wide = scores.dtype == torch.float64
+        self.how, self.rows, self.n = how, rows, n
+        wide = dtype == torch.float64
         work = tl.float64 if wide else tl.float32
         width = how.unroll * how.lanes * 4
         self.meets = how.team > 1
-        self.once = how.team == 0 and self.n <= width
-        self.options: dict[str, Any] = {
-            "GATE": 0 if not gated else 2 if values is None else 1,
+        self.constants: dict[str, Any] = {
+            "GATE": gate,
             "T": work,
+            "S": work if how.team == 0 else tl.float64,
             "U": how.unroll,
+            "ROWS": how.rows,
             "LANES": how.lanes,
-            "EVEN": self.n % width == 0,
-            "num_warps": how.warps,
+            "EVEN": n % width == 0,
+            "ONCE": how.team == 0 and n <= width,
+            "TEAM": self.meets,
+            "LINES": _power(max(1, how.team)),
         }
-        self.sums: dict[str, Any] = {"S": work if how.team == 0 else tl.float64}
-        self.team: dict[str, Any] = {"TEAM": self.meets, "LINES": _power(max(1, how.team))}
-        if self.meets and scores.is_cuda:
+        self.options: dict[str, Any] = {"num_warps": how.warps}
+        if self.meets:
             self.options["launch_cooperative_grid"] = True
-        if how.registers and scores.is_cuda:
+        if how.registers:
             self.options["maxnreg"] = how.registers
         self.tolerance = TOLERANCE[torch.float64 if wide else torch.float32]
-        tiles = -(-self.n // width)
+        tiles = -(-n // width)
         self.few_tiles = tiles
-        if self.n >= VERY_LONG:
+        if n >= VERY_LONG:
             self.few_tiles = min(tiles, -(-tiles // (COARSE * how.team)) * how.team)
-        self.grid = (self.rows * how.team if how.team else -(-self.rows // how.rows),)
+        self.grid = (rows * how.team if how.team else -(-rows // how.rows), 1, 1)
+        self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Two lines per program, and a counter per row that starts at zero."""
@@ -143,6 +147,31 @@ class _Launch:
             return like, like
         lines = like.new_empty((self.rows, 2, self.how.team, LINE), dtype=torch.float64)
         return lines, like.new_zeros(self.rows, dtype=torch.int32)
+
+    def __call__(self, kernel: Any, *args: Any, **constants: Any) -> None:
+        """Launch. A kernel that is compiled already goes off without Triton's search for it, which
+        costs more than the kernel does; what Triton would compile anew for is in the key."""
+        constants |= self.constants
+        constants = {name: constants[name] for name in _constants(kernel.fn)}
+        kinds = [(x.dtype, x.data_ptr() % 16 == 0) for x in args if isinstance(x, Tensor)]
+        key = (kernel.fn, args[0].device, *constants.values(), *kinds)
+        compiled = self.compiled.get(key)
+        with _device(args[0]):
+            if compiled is None:
+                options = self.options if args[0].is_cuda else {}
+                self.compiled[key] = kernel[self.grid](*args, **constants, **options)
+            else:
+                compiled[self.grid](*args, *constants.values())
+
+
+_launch = functools.lru_cache(4096)(_Launch)
+
+
+@functools.cache
+def _constants(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a kernel's constants, in order."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
 
 
 def _numbers(x: Tensor) -> tuple[Tensor, int]:
@@ -153,6 +182,13 @@ def _numbers(x: Tensor) -> tuple[Tensor, int]:
 
 def _device(scores: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext()
+
+
+def _prepare(
+    scores: Tensor, values: Tensor | None, gated: bool, how: Plan | None, backward: bool
+) -> _Launch:
+    gate = 0 if not gated else 2 if values is None else 1
+    return _launch(*scores.shape, scores.dtype, gate, how or plan(scores, backward))
 
 
 def solve(
@@ -167,7 +203,7 @@ def solve(
     """As :func:`reference.solve`."""
     module = kernels()
     assert module is not None
-    go = _Launch(scores, values, gated, how or plan(scores, backward=False))
+    go = _prepare(scores, values, gated, how, backward=False)
     r = scores.detach().contiguous()
     v = r if values is None else values.detach().contiguous()
     k, s_k = _numbers(k)
@@ -177,17 +213,16 @@ def solve(
     info = r.new_empty((go.rows, INFO_SIZE), dtype=torch.int32)
     if go.rows == 0:
         return out, state, info
-    with _device(r):
-        if go.how.team == 0:
-            module.solve_rows[go.grid](
-                r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, *go.tolerance,
-                FIXED=fixed, ROWS=go.how.rows, ONCE=go.once, **go.options,
-            )  # fmt: skip
-        else:
-            module.solve_long[go.grid](
-                r, v, out, k, hardness, state, info, *go.scratch(state), go.n, go.how.team,
-                s_k, s_h, *go.tolerance, go.few_tiles, FIXED=fixed, **go.options, **go.team,
-            )  # fmt: skip
+    if go.how.team == 0:
+        go(
+            module.solve_rows, r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h,
+            *go.tolerance, FIXED=fixed,
+        )  # fmt: skip
+    else:
+        go(
+            module.solve_long, r, v, out, k, hardness, state, info, *go.scratch(state), go.n,
+            go.how.team, s_k, s_h, *go.tolerance, go.few_tiles, FIXED=fixed,
+        )  # fmt: skip
     return out, state, info
 
 
@@ -207,7 +242,7 @@ def vjp(
     """As :func:`reference.vjp`."""
     module = kernels()
     assert module is not None
-    go = _Launch(scores, values, gated, how or plan(scores, backward=True))
+    go = _prepare(scores, values, gated, how, backward=True)
     r, g = scores.detach().contiguous(), grad_out.detach().contiguous()
     v = r if values is None else values.detach().contiguous()
     k, s_k = _numbers(k)
@@ -220,11 +255,9 @@ def vjp(
     dhardness = torch.empty_like(dk)
     if go.rows == 0:
         return dscores, dvalues, dk, dhardness
-    with _device(r):
-        module.vjp[go.grid](
-            r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info,
-            pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
-            FIXED=fixed, PULL=grad_state is not None, ROWS=go.how.rows, ONCE=go.once, **go.options,
-            **go.sums, **go.team,
-        )  # fmt: skip
+    go(
+        module.vjp, r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state,
+        info, pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
+        FIXED=fixed, PULL=grad_state is not None,
+    )  # fmt: skip
     return dscores, dvalues, dk, dhardness
