@@ -705,7 +705,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
 
     off_by, miss = tl.abs(excess), tl.abs(e2)
     budget_holds = off_by <= mass_tol * few
-    converged = budget_holds & (miss <= close)
+    # Close enough for the step that follows to leave nothing, where few scores carry the mass.
+    converged = budget_holds & (miss <= close) & (tl.abs(e1) <= 1e-3)
     # Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
     # and the mass may err relative to k alone.
     polished += polish

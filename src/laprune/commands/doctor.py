@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import laprune
-from laprune.backends import cpu, pick, reference, use
+from laprune.backends import cpu, cuda, pick, reference, use
 from laprune.studies.inputs import draw
 from laprune.studies.lab import hardware
 
@@ -87,6 +87,8 @@ def why(device: str) -> str:
         return (backend.__doc__ or backend.__name__).strip().splitlines()[0]
     if device == "cpu":
         return "the native unit is not built: install again where there is a C++ compiler"
+    if device.startswith("cuda") and cuda.kernels() is None:
+        return "no Triton with cooperative launches is installed; the reference serves every device"
     return "no backend of its own serves here; the reference serves every device"
 
 
