@@ -32,6 +32,7 @@ SPARSE = tl.constexpr(3e-10)  # less q per score on a side: no score there for S
 ROUNDS = tl.constexpr(4)  # counts that locate the barrier
 MIN_DOUBT = tl.constexpr(8.0)  # least k (1-a) of a sample that says anything
 BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
+MOSTLY = tl.constexpr(2)  # EVEN: all tiles but the last are whole
 COLUMNS = tl.constexpr(16)  # numbers a program shows its team
 
 
@@ -82,7 +83,7 @@ def _columns(i, LANES: tl.constexpr):
 @triton.jit
 def _load(p, i, n_cols, other, T: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):
     o = _columns(i, LANES)
-    if EVEN:
+    if EVEN == 1:
         return tl.load(p + o).to(T)
     else:
         return tl.load(p + o, mask=o < n_cols, other=other).to(T)
@@ -92,7 +93,13 @@ def _load(p, i, n_cols, other, T: tl.constexpr, LANES: tl.constexpr, EVEN: tl.co
 def _loads(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
            EVEN: tl.constexpr):  # fmt: skip
     """U tiles from tile i on: all are asked for before the first is used."""
-    if U == 1:
+    if EVEN == MOSTLY:
+        if (i + U) * (LANES * 4) <= n_cols:
+            b_xs = _loads(p, i, n_cols, other, T, U, LANES, 1)
+        else:
+            b_xs = _loads(p, i, n_cols, other, T, U, LANES, 0)
+        return b_xs
+    elif U == 1:
         return (_load(p, i, n_cols, other, T, LANES, EVEN),)
     else:
         H: tl.constexpr = U // 2
@@ -104,7 +111,7 @@ def _loads(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.cons
 def _store(p, i, n_cols, b_x, LANES: tl.constexpr, EVEN: tl.constexpr):
     o = _columns(i, LANES)
     b_x = b_x.to(p.dtype.element_ty)
-    if EVEN:
+    if EVEN == 1:
         tl.store(p + o, b_x)
     else:
         tl.store(p + o, b_x, mask=o < n_cols)
@@ -284,7 +291,7 @@ def _tile_sums(b_x, line, T: tl.constexpr):
     """The terms of a pass's sums, in units of e and y; lo is y <= 0, hi is y > 0, w = |y|."""
     b_y = _y(b_x, line)
     b_w = tl.minimum(tl.abs(b_y), _max_y(T))
-    b_e = tl.exp2(-b_w)
+    b_e = tl.exp2(b_w * -1.0)
     m_hi = b_y > 0
     b_hi = tl.where(m_hi, b_e, 0.0)
     b_lo = b_e - b_hi
@@ -298,7 +305,7 @@ def _tile_sums(b_x, line, T: tl.constexpr):
 def _tile_mask(b_x, line, T: tl.constexpr):
     b_y = _y(b_x, line)
     b_w = tl.abs(b_y)
-    b_q = tl.where(b_w < _max_y(T), 0.5 * tl.exp2(-tl.minimum(b_w, _max_y(T))), 0.0)
+    b_q = tl.where(b_w < _max_y(T), 0.5 * tl.exp2(tl.minimum(b_w, _max_y(T)) * -1.0), 0.0)
     return tl.where(b_y > 0, 1.0 - b_q, b_q)
 
 
@@ -1222,7 +1229,7 @@ def _grad_tile(b_x, b_e, line, means, T: tl.constexpr):
     """Terms of the gradient's sums, centred on the means; b_e is the gradient of p."""
     b_y = _y(b_x, line)
     m_ok = b_x > -INF
-    b_q = tl.where(m_ok, 0.5 * tl.exp2(-tl.minimum(tl.abs(b_y), _max_y(T))), 0.0)
+    b_q = tl.where(m_ok, 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0), 0.0)
     b_p = tl.where(b_y > 0, 1.0 - b_q, b_q) - _v(means[1])
     b_z = b_q * (tl.minimum(tl.maximum(b_y, -_max_y(T)), _max_y(T)) * LN2 - _v(means[0]))
     return (
@@ -1313,15 +1320,19 @@ def vjp(
     if TEAM:
         tiles = tiles.to(tl.int64)
     team = (p_lines, p_count, size, me, 0)
-    if ONCE:
-        b_xs = _loads(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
-        b_gs = _loads(p_g, 0, n_cols, 0.0, T, U, LANES, EVEN)
+    b_xs = _loads(p_x, me * U, n_cols, -INF, T, U, LANES, EVEN)
+    b_gs = _loads(p_g, me * U, n_cols, 0.0, T, U, LANES, EVEN)
+    b_xn, b_gn = b_xs, b_gs
 
     lanes = _zero8(ROWS, LANES, T)
     for j in range(me, tiles, 1 if ONCE else size):
         if ONCE == 0:
-            b_xs = _loads(p_x, j * U, n_cols, -INF, T, U, LANES, EVEN)
-            b_gs = _loads(p_g, j * U, n_cols, 0.0, T, U, LANES, EVEN)
+            # The next tiles are asked for while these are summed; at the end, those that the second
+            # pass begins with.
+            b_xs, b_gs = b_xn, b_gn
+            then = tl.where(j + size < tiles, j + size, tiles - 1 - me) * U
+            b_xn = _loads(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _loads(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         for u in tl.static_range(U):
             b_e = _upstream(p_v, j * U + u, n_cols, b_xs[u], b_gs[u], GATE, T, LANES, EVEN)
             lanes = _plus(lanes, _grad_tile(b_xs[u], b_e, line, centre, T))
@@ -1346,6 +1357,9 @@ def vjp(
             team = (p_lines, p_count, size, me, 1)
             _meet1(equal, team, TEAM, LINES)
             left = b - _ties_before(team, LINES)
+        if ONCE == 0:
+            b_xn = _loads(p_x, first * U, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _loads(p_g, first * U, n_cols, 0.0, T, U, LANES, EVEN)
     e_bar, c1, rate = e_bar.to(T), c1.to(T), (1.0 / at[2]).to(T)
     under, over = p_bar.to(T), (1.0 - p_bar).to(T)
     regular, broken = _v(_is_regular(status)), _v(status == NONFINITE)
@@ -1353,15 +1367,18 @@ def vjp(
         if ONCE:
             i = 0
         else:
-            i = _stop(j, (first, end, step, 1, last)) * U
-            b_xs = _loads(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
-            b_gs = _loads(p_g, i, n_cols, 0.0, T, U, LANES, EVEN)
+            walk = (first, end, step, 1, last)
+            i = _stop(j, walk) * U
+            b_xs, b_gs = b_xn, b_gn
+            then = _stop(tl.where(j + step < end, j + step, j), walk) * U
+            b_xn = _loads(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _loads(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         for u in tl.static_range(U):
             b_x, b_g = b_xs[u], b_gs[u]
             b_e = _upstream(p_v, i + u, n_cols, b_x, b_g, GATE, T, LANES, EVEN)
             b_y = _y(b_x, line)
             m_ok = b_x > -INF
-            b_q = 0.5 * tl.exp2(-tl.minimum(tl.abs(b_y), _max_y(T)))
+            b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
             b_p = tl.where(b_y > 0, 1.0 - b_q, b_q)
             b_off = tl.where(b_y > 0, _v(over) - b_q, b_q - _v(under))
             b_d = b_q * _v(rate) * ((b_e - _v(e_bar)) - _v(c1) * b_off)

@@ -123,7 +123,7 @@ class _Launch:
             "U": how.unroll,
             "ROWS": how.rows,
             "LANES": how.lanes,
-            "EVEN": n % width == 0,
+            "EVEN": 1 if n % width == 0 else 2 if n > 4 * width else 0,
             "ONCE": how.team == 0 and n <= width,
             "TEAM": self.meets,
             "LINES": _power(max(1, how.team)),
