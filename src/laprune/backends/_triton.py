@@ -7,7 +7,8 @@ A program holds ROWS short rows, or a part of one long row that a team of progra
 It walks over its scores in tiles ``[LANES, ROWS, 4]``, U of them at a time: a thread has four
 neighbouring scores of one row in each, and sums them up alone. Every pass reads the scores again,
 from the cache if they fit there. What belongs to a row is a vector ``[ROWS]``, or a scalar if ROWS
-is one, of the type T of the scores (float32 for half types). Sums over a long row are float64.
+is one, of the type T of the scores (float32 for half types). A program adds in T, a team in float64
+and in the order of its programs.
 
 The exponent is kept in base two: ``y = z log2(e)``, and ``e = 2^-|y| = 2 q``.
 """

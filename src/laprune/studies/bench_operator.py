@@ -140,7 +140,7 @@ def _contenders(
 
     def both(f: Callable[[Tensor], Tensor]) -> Contender:
         def error() -> float:
-            return float((f(r.detach()).double().sum(-1) / k - 1).abs().max())
+            return float((f(r).detach().double().sum(-1) / k - 1).abs().max())
 
         return lambda: torch.autograd.grad(f(r), r, g), error
 
