@@ -29,7 +29,7 @@ FORWARD = {
 BACKWARD = {
     "65536x64": [Plan(8, 4, 4), Plan(16, 4, 4), Plan(16, 4, 2)],
     "4096x4096": [Plan(1, 128, 8), Plan(1, 256, 4), Plan(1, 128, 2), Plan(1, 512, 2)],
-    "4096x32768": [Plan(1, 256, 4), Plan(1, 512, 2), Plan(1, 512, 4), Plan(1, 1024, 2)],
+    "4096x32768": [Plan(1, 256, 4), Plan(1, 512, 2), Plan(1, 512, 4)],
 }
 LONG_FORWARD = [(8, 4), (8, 8)]
 LONG_BACKWARD = [(8, 4), (16, 4)]
@@ -51,7 +51,7 @@ def jobs(only: list[str] | None) -> Iterator[Job]:
                 pairs = LONG_BACKWARD if backward else LONG_FORWARD
                 count = torch.cuda.get_device_properties(0).multi_processor_count
                 plans = [cuda.long_plan(rows, n, count, *pair) for pair in pairs]
-                plans += [Plan(1, 128, 4, 2 * count), Plan(1, 256, 4, 2 * count)]
+                plans += [Plan(1, 256, 4, 2 * count)] if backward else []
             for plan in plans:
                 for registers in REGISTERS if plan.team == 0 else [0]:
                     yield Job(backward, shape, plan._replace(registers=registers))
