@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from laprune.baselines.paper import paper_topk
 
 from .inputs import draw as draw_scores
 from .lab import Options, Record, Setting, Study, hardware
+from .tables import markdown
 from .timing import copy_bandwidth, graph_ms, median_ms
 
 TRANSFERS = (
@@ -182,56 +184,110 @@ print(json.dumps(peak() - before))
     return int(json.loads(out.stdout))
 
 
-COLUMNS = ("rows x n", "k", "scores", "gamma", "what", "ms", "x", "GB/s", "of copy", "passes")
-TITLE = "Forward + backward unless said otherwise; x: times the time of laprune."
+CONTENDERS = {
+    "laprune": "LaPrune",
+    "laprune, graph": "from a CUDA graph",
+    "laprune, forward": "forward",
+    "torch.topk, forward": "torch.topk, forward",
+    "torch.topk, forward, graph": "from a CUDA graph",
+    "torch.sort, forward": "torch.sort, forward",
+    "torch.sort, forward, graph": "from a CUDA graph",
+    "lapsum_sort": "LapSum by sorting",
+    "paper": "the paper's solver",
+    "paper, compiled": "the paper's solver, compiled",
+}
+Cells = tuple[list[str], list[list[str]]]
+"""A table: its head, and its lines."""
 
 
 def _shape(s: Setting) -> str:
     return f"{s['rows']} x {s['n']:.0e}" if s["n"] >= 10**5 else f"{s['rows']} x {s['n']}"
 
 
-def _lines(records: list[Record]) -> Iterator[tuple[str, ...]]:
-    """The cells of the table, one line per shape and contender."""
-    for record in records:
+def _digits(x: float) -> str:
+    return f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
+
+
+def _device_ms(record: Record) -> float:
+    """Our time, without what Python needs where a graph was measured."""
+    ms = record["result"]["ms"]
+    return ms.get("laprune, graph", ms["laprune"])
+
+
+def _beside_peers(records: list[Record]) -> Cells:
+    """Milliseconds, one line per shape."""
+    chosen = [r for r in records if r["setting"]["peers"]]
+    names = [x for x in CONTENDERS if any(x in r["result"]["ms"] for r in chosen)]
+    head = ["rows x n", "k", *(CONTENDERS[x] for x in names), "GB/s", "of copy", "passes"]
+    lines = []
+    for record in chosen:
         s, result = record["setting"], record["result"]
-        head = (_shape(s), str(s["k"]), s["inputs"], f"{s['gamma']:g}")
-        ours = result["ms"]["laprune"]
-        for name, ms in result["ms"].items():
-            own = name in ("laprune", "laprune, graph")
-            rate = result["floor_bytes"] / (ms * 1e-3)
-            speed = (f"{rate / 1e9:.1f}", f"{rate / result['copy_bytes_per_s']:.0%}")
-            passes = f"{result['passes']['median']:g}, at most {result['passes']['max']}"
-            yield (
-                *(head if name == "laprune" else ("",) * 4),
-                name,
-                f"{ms:.3f}",
-                f"{ms / ours:.2f}",
-                *(speed if own else ("", "")),
-                passes if name == "laprune" else "",
-            )
-        for name, error in result.get("wrong", {}).items():
-            yield ("", "", "", "", name, f"wrong: mass off by {error:.1e}", "", "", "", "")
+        rate = result["floor_bytes"] / (_device_ms(record) * 1e-3)
+        wrong = result.get("wrong", {})
+        cells = [
+            f"wrong: mass off by {wrong[x]:.0e}"
+            if x in wrong
+            else _digits(result["ms"][x])
+            if x in result["ms"]
+            else ""
+            for x in names
+        ]
+        passes = f"{result['passes']['median']:g}, at most {result['passes']['max']}"
+        speed = [_digits(rate / 1e9), f"{rate / result['copy_bytes_per_s']:.0%}", passes]
+        lines.append([_shape(s), str(s["k"]), *cells, *speed])
+    return head, lines
 
 
-def table(records: list[Record]) -> Table:
-    """Times, and how many times longer each contender takes."""
-    view = Table(*COLUMNS, title=TITLE)
-    for line in _lines(records):
-        view.add_row(*line)
-    return view
+def _other_scores(records: list[Record]) -> Cells:
+    """Our milliseconds on other scores and at other hardnesses, one column per shape."""
+    usual = {_shape(r["setting"]): _device_ms(r) for r in records if r["setting"]["peers"]}
+    found = {
+        (r["setting"]["inputs"], r["setting"]["gamma"], _shape(r["setting"])): _device_ms(r)
+        for r in records
+    }
+    cases = list(dict.fromkeys((name, gamma) for name, gamma, _ in found))
+    lines = []
+    for name, gamma in cases:
+        cells = []
+        for shape, base in usual.items():
+            ms = found.get((name, gamma, shape))
+            cells.append("" if ms is None else f"{_digits(ms)} ({ms / base:.2f})")
+        lines.append([name, f"{gamma:g}", *cells])
+    return ["scores", "gamma", *usual], lines
+
+
+TITLES = (
+    "Milliseconds, forward + backward unless said otherwise, Gaussian scores, gamma = 0.9. GB/s: "
+    "five transfers of the scores, the fewest there can be, in our time, and their share of the "
+    "speed of a copy.",
+    "Other scores and other hardnesses: milliseconds of LaPrune, in brackets as a multiple of the "
+    "first line.",
+)
+
+
+def table(records: list[Record]) -> Group:
+    """What :func:`draw` writes, for a terminal."""
+    views = []
+    for title, (head, lines) in zip(
+        TITLES, (_beside_peers(records), _other_scores(records)), strict=True
+    ):
+        view = Table(*head, title=title)
+        for line in lines:
+            view.add_row(*line)
+        views.append(view)
+    return Group(*views)
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    """Writes one table per machine; the figure belongs to the scaling study."""
+    """Writes two tables per machine; the figure belongs to the scaling study."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for device in dict.fromkeys(r["setting"]["device"] for r in records):
         chosen = [r for r in records if r["setting"]["device"] == device]
         where = chosen[0]["where"]
-        text = [f"{TITLE} {where['hardware']}, torch {where['versions']['torch']}.", ""]
-        text += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        text += [f"| {' | '.join(line)} |" for line in _lines(chosen)]
-        text += ["", *_memory(chosen)]
+        text = [f"{where['hardware']}, torch {where['versions']['torch']}. {TITLES[0]}", ""]
+        text += [markdown(*_beside_peers(chosen)), "", TITLES[1], ""]
+        text += [markdown(*_other_scores(chosen)), "", *_memory(chosen)]
         paths.append(folder / f"bench_operator_{device}.md")
         paths[-1].write_text("\n".join(text) + "\n")
     return paths
