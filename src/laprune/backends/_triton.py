@@ -1020,20 +1020,23 @@ def solve_rows(
     soft = _any((hardness < SOFT) & (running > 0)) & (FIXED == 0)
     while _any(running > 0):
         line = _line(at, T)
-        spread, below, above, gap = nil, nil, nil, nil
+        spread = nil
         sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, False, GATE, T, T, U,
                      ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
             spread = _row_spread(p_x, n_cols, line, problem[3], walk, T, T, U, ROWS, LANES, EVEN)
+        passes += running
         sparse = _any((running > 0) & (tl.minimum(sums[1], sums[2]) < problem[0] * SPARSE))
+        tries, tolerance = (passes, polish, polished), (mass_tol, hardness_tol)
         if sparse:
             below, above, gap = _row_near(p_x, n_cols, line, walk, T, T, U, ROWS, LANES, EVEN)
-        near = (sparse & (running > 0), below, -above, -gap)
-        passes += running
-        converged, tied, moved, plain, again, tried, error, weights = _step(
-            sums, spread, near, at, (passes, polish, polished), problem,
-            (mass_tol, hardness_tol), FIXED, T,
-        )  # fmt: skip
+            near = (running > 0, below, -above, -gap)
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+        else:
+            # What depends on the scores beside the barrier falls away.
+            near = (running * 0 > 0, none.to(T), none.to(T), none.to(T))
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+        converged, tied, moved, plain, again, tried, error, weights = step
         live = running > 0
         z_sum, p_sum = tl.where(live, weights[0], z_sum), tl.where(live, weights[1], p_sum)
         q_sum = tl.where(live, weights[2], q_sum)
