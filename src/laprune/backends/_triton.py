@@ -328,22 +328,23 @@ def _tile_seen(b_x, T: tl.constexpr):
 
 
 @triton.jit
-def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, AHEAD: tl.constexpr,
-          GATE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
+          AHEAD: tl.constexpr, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
           ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The sums at a point, and, where asked, the mask there and how many scores are eligible (BAD
-    for each bad one)."""
+    for each bad one).
+
+    AHEAD: the next tiles are asked for while these are summed. b_next are those of the first stop;
+    at the last one, those at `after` are asked for, where the next pass is to begin.
+    """
     lanes = _zero8(ROWS, LANES, T)
     seen = tl.zeros([LANES, ROWS, 4], T)
-    if AHEAD:
-        b_next = _loads(p_x, _stop(walk[0], walk) * U, n_cols, -INF, T, U, LANES, EVEN)
     for j in range(walk[0], walk[1], walk[2]):
         i = _stop(j, walk) * U
         if AHEAD:
-            # The next tiles are asked for while these are summed.
             b_xs = b_next
-            then = tl.minimum(j + walk[2], walk[1] - 1)
-            b_next = _loads(p_x, _stop(then, walk) * U, n_cols, -INF, T, U, LANES, EVEN)
+            then = tl.where(j + walk[2] < walk[1], _stop(j + walk[2], walk), after)
+            b_next = _loads(p_x, then * U, n_cols, -INF, T, U, LANES, EVEN)
         else:
             b_xs = _loads(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
         for u in tl.static_range(U):
@@ -356,10 +357,10 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, AHEAD: tl.conste
                 b_p = _tile_mask(b_xs[u], line, T)
                 b_p = _gate(p_v, i + u, n_cols, b_xs[u], b_p, GATE, T, LANES, EVEN)
                 _store(p_out, i + u, n_cols, b_p, LANES, EVEN)
+    total = _zeros(ROWS, T)
     if counting:
-        return _across(lanes, S, ROWS), _total(seen, S, ROWS)
-    else:
-        return _across(lanes, S, ROWS), _zeros(ROWS, S)
+        total = _total(seen, T, ROWS)
+    return _across(lanes, T, ROWS), total, b_next
 
 
 @triton.jit
@@ -1021,8 +1022,8 @@ def solve_rows(
     while _any(running > 0):
         line = _line(at, T)
         spread = nil
-        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, False, GATE, T, T, U,
-                     ROWS, LANES, EVEN)[0]  # fmt: skip
+        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, (p_x,), 0, False, GATE,
+                     T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
             spread = _row_spread(p_x, n_cols, line, problem[3], walk, T, T, U, ROWS, LANES, EVEN)
         passes += running
@@ -1073,6 +1074,16 @@ def _part_goal(hardness, k, n, FIXED: tl.constexpr):
         return hardness
     else:
         return tl.minimum(hardness, 1.0 - 1.0 / tl.sqrt(tl.maximum(k * (1.0 - k / n), 1.1)))
+
+
+@triton.jit
+def _sampled(step, at, passes):
+    """The next point of a part of a row, and whether its sums are wanted: a part is not worth being
+    solved to the end."""
+    moved, error = step[2], step[6]
+    sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (moved[2] > 0)
+    enough = (error < 0.3) | (sane == 0) | (passes >= 12)
+    return _keep(sane, moved, at), (enough == 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -1130,83 +1141,95 @@ def solve_long(
         (p_lines, p_count, size, me, meetings), FIXED, T, f64, U, 1, LANES, EVEN, True, TEAM, LINES,
     )  # fmt: skip
 
-    # Stage 0 sums over the sample, 1 over the few tiles, 2 over the row.
-    stage = tl.where(whole, 2, 0)
+    # The first tiles are on their way while the sample is solved.
+    few = (whole == 0) & (few_tiles < tiles)
+    ready = tl.where(few, me * (tiles // few_tiles), me)
+    b_next = _loads(p_x, ready * U, n_cols, -INF, T, U, LANES, EVEN)
+    soft = _any(hardness < SOFT) & (FIXED == 0)
+    tolerance = (mass_tol, hardness_tol)
+    passes, sampling = none, (whole == 0).to(tl.int32)
+    while sampling > 0:
+        line = _line(at, T)
+        sums = _held_sums(b_s, line, T, T, U, 1)
+        spread, below, above, gap = zero.to(T), zero.to(T), zero.to(T), zero.to(T)
+        if soft:
+            spread = _held_spread(b_s, line, problem[3], T, T, U, 1)
+        sparse = _any(tl.minimum(sums[1], sums[2]) < n * SPARSE)
+        if sparse:
+            below, above, gap = _held_near(b_s, line, T, U, 1)
+        passes += 1
+        near = ((none == 0) & sparse, below, -above, -gap)
+        step = _step(sums, spread, near, at, (passes, none, none), problem, tolerance, FIXED, T)
+        at, sampling = _sampled(step, at, passes)
+
+    # Then a few tiles, if few, and the row.
+    at = _begin(at[0], at[1], at[2])
     counting = (whole == 0).to(tl.int32)
     running = (status == STALLED).to(tl.int32)
     passes, polish, polished = none, none, none
     z_sum, p_sum, q_sum = zero.to(T), zero.to(T), zero.to(T)
     write, written = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     passes_all = tl.zeros([], tl.int32)
-    soft = _any(hardness < SOFT) & (FIXED == 0)
     while running > 0:
         line = _line(at, T)
         # Every other pass goes backwards: it finds in the cache what the one before left there.
-        few = stage == 1
         last_tile = tl.where((few == 0) & ((passes_all & 1) > 0), tiles - 1, 0)
         end, stretch = tl.where(few, few_tiles, tiles), tl.where(few, tiles // few_tiles, 1)
         path = (me, end, size, stretch, last_tile)
         passes_all += 1
+        after = tl.where((passes_all & 1) > 0, tiles - 1 - me, me)
+        if ready != _stop(me, path):
+            b_next = _loads(p_x, _stop(me, path) * U, n_cols, -INF, T, U, LANES, EVEN)
+        ready = after
+        sums, seen, b_next = _pass(
+            p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path, b_next, after, True, GATE,
+            T, U, 1, LANES, EVEN,
+        )  # fmt: skip
+        team = (p_lines, p_count, size, me, meetings)
+        sums, seen = _meet(_wide(sums), seen.to(f64), counting > 0, team, TEAM, LINES)
+        meetings += 1
+        if counting > 0:
+            bad = tl.floor(seen / BAD)
+            n = seen - bad * BAD
+            k_now = tl.where(few, k * few_tiles * W / n_cols, k)
+            goal = tl.where(few, _part_goal(hardness, k_now, n, FIXED), hardness)
+            problem = _pose(n, k_now, goal, FIXED, T, f64)
+            if few == 0:
+                status = _classify(n, bad, none > 0, k, hardness, FIXED)
+                counting = counting * 0
         spread, below, above, gap = zero, zero, zero, zero
-        if stage == 0:
-            sums = _wide(_held_sums(b_s, line, T, T, U, 1))
-        else:
-            sums, seen = _pass(p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path,
-                               True, GATE, T, T, U, 1, LANES, EVEN)  # fmt: skip
-            team = (p_lines, p_count, size, me, meetings)
-            sums, seen = _meet(_wide(sums), seen.to(f64), counting > 0, team, TEAM, LINES)
-            meetings += 1
-            if counting > 0:
-                bad = tl.floor(seen / BAD)
-                n = seen - bad * BAD
-                k_now = tl.where(stage == 1, k * few_tiles * W / n_cols, k)
-                goal = tl.where(stage == 1, _part_goal(hardness, k_now, n, FIXED), hardness)
-                problem = _pose(n, k_now, goal, FIXED, T, f64)
-                if stage == 2:
-                    status = _classify(n, bad, none > 0, k, hardness, FIXED)
-                    counting = counting * 0
         if soft:
-            if stage == 0:
-                spread = _held_spread(b_s, line, problem[3], T, f64, U, 1)
-            else:
-                spread = _row_spread(p_x, n_cols, line, problem[3], path, T, f64, U, 1, LANES, EVEN)
-                team = (p_lines, p_count, size, me, meetings)
-                spread = _meet1(spread, team, TEAM, LINES)
-                meetings += 1
+            spread = _row_spread(p_x, n_cols, line, problem[3], path, T, f64, U, 1, LANES, EVEN)
+            spread = _meet1(spread, (p_lines, p_count, size, me, meetings), TEAM, LINES)
+            meetings += 1
         sparse = _any(tl.minimum(sums[1], sums[2]) < n * SPARSE)
         if sparse:
-            if stage == 0:
-                below, above, gap = _held_near(b_s, line, f64, U, 1)
-            else:
-                below, above, gap = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
-                team = (p_lines, p_count, size, me, meetings)
-                below, above, gap = _meet_max((below, above, gap), team, TEAM, LINES)
-                meetings += 1
+            below, above, gap = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
+            team = (p_lines, p_count, size, me, meetings)
+            below, above, gap = _meet_max((below, above, gap), team, TEAM, LINES)
+            meetings += 1
         passes += 1
-        converged, tied, moved, plain, again, tried, error, weights = _step(
-            sums, spread.to(T), ((none == 0) & sparse, below.to(T), -above.to(T), -gap.to(T)), at,
-            (passes, polish, polished), problem, (mass_tol, hardness_tol), FIXED, T,
-        )  # fmt: skip
-        if stage == 2:
+        near = ((none == 0) & sparse, below.to(T), -above.to(T), -gap.to(T))
+        tries = (passes, polish, polished)
+        step = _step(sums, spread.to(T), near, at, tries, problem, tolerance, FIXED, T)
+        if few:
+            at, going = _sampled(step, at, passes)
+            if going == 0:
+                few = few & (none > 0)
+                passes = none
+                at = _begin(at[0], at[1], at[2])
+        else:
+            converged, tied, moved, plain, polish, polished, error, weights = step
             live = status == STALLED
             z_sum, p_sum, q_sum = weights[0] + 0.0, weights[1] + 0.0, weights[2] + 0.0
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
-            polish, polished = again, tried
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
             shows = (write == 0) | (tl.maximum(error, moved[7]) > 0.2 * hardness_tol)
             better = live & converged & plain & shows
             written = tl.where(better, 0, write)
             at = _keep((running > 0) | better, moved, at)
             write = running * polish
-        else:
-            sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (moved[2] > 0)
-            enough = (error < 0.3) | (sane == 0) | (passes >= 12)
-            at = _keep(sane, moved, at)
-            if _any(enough):
-                stage = tl.where((stage == 0) & (few_tiles < tiles), 1, 2)
-                passes = none
-                at = _begin(at[0], at[1], at[2])
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
     level = tl.where(status == NONFINITE, float("nan"), level)
