@@ -276,6 +276,34 @@ def test_plans_fill_their_warps():
     assert cuda.long_plan(4096, 100_000, 132, 8, 4).team == 1
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_a_compiled_kernel_is_launched_directly():
+    import triton.language as tl
+
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append(("again", grid, args))
+
+    class Kernel:
+        @staticmethod
+        def fn(p_x, n, U: tl.constexpr, FIXED: tl.constexpr):
+            pass
+
+        def __getitem__(self, grid):
+            return lambda *args, **_: calls.append(("compiled", grid, args)) or Compiled()
+
+    launch, kernel = cuda._Launch(8, 100, torch.float32, 0, cuda.Plan(4, 8, 4)), Kernel()
+    x = torch.zeros(17)
+    for scores, fixed in ((x[:16], True), (x[:16], True), (x[1:], True), (x[:16], False)):
+        launch(kernel, scores, 16, FIXED=fixed)
+    assert [kind for kind, _, _ in calls] == ["compiled", "again", "compiled", "compiled"]
+    assert all(grid == (2, 1, 1) for _, grid, _ in calls)
+    assert calls[0][2][1:] == calls[1][2][1:] == (16, 4, True)
+    assert calls[3][2][1:] == (16, 4, False)
+
+
 def test_serves_only_cuda():
     assert not cuda.serves(torch.zeros(2, 3))
 

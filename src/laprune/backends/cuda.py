@@ -151,17 +151,17 @@ class _Launch:
     def __call__(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Launch. A kernel that is compiled already goes off without Triton's search for it, which
         costs more than the kernel does; what Triton would compile anew for is in the key."""
-        constants |= self.constants
-        constants = {name: constants[name] for name in _constants(kernel.fn)}
         kinds = [(x.dtype, x.data_ptr() % 16 == 0) for x in args if isinstance(x, Tensor)]
         key = (kernel.fn, args[0].device, *constants.values(), *kinds)
-        compiled = self.compiled.get(key)
+        compiled, values = self.compiled.get(key, (None, None))
         with _device(args[0]):
             if compiled is None:
+                constants |= self.constants
+                values = [constants[name] for name in _constants(kernel.fn)]
                 options = self.options if args[0].is_cuda else {}
-                self.compiled[key] = kernel[self.grid](*args, **constants, **options)
+                self.compiled[key] = kernel[self.grid](*args, *values, **options), values
             else:
-                compiled[self.grid](*args, *constants.values())
+                compiled[self.grid](*args, *values)
 
 
 _launch = functools.lru_cache(4096)(_Launch)
@@ -181,7 +181,9 @@ def _numbers(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _device(scores: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext()
+    if not scores.is_cuda or scores.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(scores.device)
 
 
 def _prepare(
