@@ -1147,19 +1147,22 @@ def solve_long(
     b_next = _loads(p_x, ready * U, n_cols, -INF, T, U, LANES, EVEN)
     soft = _any(hardness < SOFT) & (FIXED == 0)
     tolerance = (mass_tol, hardness_tol)
+    nowhere = (none > 0, zero.to(T), zero.to(T), zero.to(T))
     passes, sampling = none, (whole == 0).to(tl.int32)
     while sampling > 0:
         line = _line(at, T)
         sums = _held_sums(b_s, line, T, T, U, 1)
-        spread, below, above, gap = zero.to(T), zero.to(T), zero.to(T), zero.to(T)
+        spread = zero.to(T)
         if soft:
             spread = _held_spread(b_s, line, problem[3], T, T, U, 1)
-        sparse = _any(tl.minimum(sums[1], sums[2]) < n * SPARSE)
-        if sparse:
-            below, above, gap = _held_near(b_s, line, T, U, 1)
         passes += 1
-        near = ((none == 0) & sparse, below, -above, -gap)
-        step = _step(sums, spread, near, at, (passes, none, none), problem, tolerance, FIXED, T)
+        tries = (passes, none, none)
+        if tl.minimum(sums[1], sums[2]) < n * SPARSE:
+            below, above, gap = _held_near(b_s, line, T, U, 1)
+            near = (none == 0, below, -above, -gap)
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+        else:
+            step = _step(sums, spread, nowhere, at, tries, problem, tolerance, FIXED, T)
         at, sampling = _sampled(step, at, passes)
 
     # Then a few tiles, if few, and the row.
@@ -1197,21 +1200,22 @@ def solve_long(
             if few == 0:
                 status = _classify(n, bad, none > 0, k, hardness, FIXED)
                 counting = counting * 0
-        spread, below, above, gap = zero, zero, zero, zero
+        spread = zero
         if soft:
             spread = _row_spread(p_x, n_cols, line, problem[3], path, T, f64, U, 1, LANES, EVEN)
             spread = _meet1(spread, (p_lines, p_count, size, me, meetings), TEAM, LINES)
             meetings += 1
-        sparse = _any(tl.minimum(sums[1], sums[2]) < n * SPARSE)
-        if sparse:
-            below, above, gap = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
-            team = (p_lines, p_count, size, me, meetings)
-            below, above, gap = _meet_max((below, above, gap), team, TEAM, LINES)
-            meetings += 1
+        spread = spread.to(T)
         passes += 1
-        near = ((none == 0) & sparse, below.to(T), -above.to(T), -gap.to(T))
         tries = (passes, polish, polished)
-        step = _step(sums, spread.to(T), near, at, tries, problem, tolerance, FIXED, T)
+        if tl.minimum(sums[1], sums[2]) < n * SPARSE:
+            beside = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
+            beside = _meet_max(beside, (p_lines, p_count, size, me, meetings), TEAM, LINES)
+            meetings += 1
+            near = (none == 0, beside[0].to(T), -beside[1].to(T), -beside[2].to(T))
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+        else:
+            step = _step(sums, spread, nowhere, at, tries, problem, tolerance, FIXED, T)
         if few:
             at, going = _sampled(step, at, passes)
             if going == 0:
