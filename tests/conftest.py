@@ -43,6 +43,15 @@ MASS_ERROR = {torch.float64: 1e-12, torch.float32: 1e-6}
 HARDNESS_ERROR = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tests run side by side: small operations on many threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every call inside the test goes to this backend."""

@@ -50,16 +50,13 @@ def named(pages: list[Path]) -> Any:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tests run side by side: small operations on many threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def usual_printing() -> Iterator[None]:
+    """A page may change how tensors print."""
     yield
-    torch.set_num_threads(threads)
-    torch.set_printoptions(profile="default")  # a page may have changed them
+    torch.set_printoptions(profile="default")
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "usual_printing")
 @named([p for p in PAGES if blocks(p, "python")])
 def test_code_prints_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

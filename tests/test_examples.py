@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Each with its argument, and what its result must be like.
@@ -19,13 +17,7 @@ RUNS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests run side by side: small operations on many threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +34,7 @@ RECIPE = Recipe(epochs=3, batch=100, learning_rate=1e-2, dead_after=300)
 TINY = Config(width=16, layers=2, heads=2, inner=32, vocabulary=50, positions=12)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The problems are tiny; more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_activations_are_standardised_by_the_training_samples() -> None:

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -40,13 +39,7 @@ def small(k: float = 3, **kwargs: object) -> LaPruneSelector:
     return LaPruneSelector(k, **({"random_state": 0} | kwargs))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The problems are tiny; more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The gate

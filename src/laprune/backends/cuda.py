@@ -123,6 +123,7 @@ class _Launch:
             "U": how.unroll,
             "ROWS": how.rows,
             "LANES": how.lanes,
+            # Tiles end with the row; or all but the last are whole, of many; or nothing is known.
             "EVEN": 1 if n % width == 0 else 2 if n > 4 * width else 0,
             "ONCE": how.team == 0 and n <= width,
             "TEAM": self.meets,
