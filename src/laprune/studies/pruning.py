@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ from laprune.prune import GlobalPruner
 from laprune.schedules import Schedule
 
 from .harvest import cifar100
-from .lab import Options, Record, Setting, Study
+from .lab import Measured, Options, Record, Setting, Study
 from .style import figure, save
 from .tables import Floats, markdown, plot, pm, seeds, select, spread, stack
 
@@ -74,7 +76,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "digits": {"full": Plan(20, 20, 128, 3e-3, 32), "quick": Plan(2, 2, 256, 5e-3, 8)},
-    "cifar100": {"full": Plan(40, 40, 256, 1e-3, 128), "quick": Plan(1, 1, 256, 1e-3, 16)},
+    "cifar100": {"full": Plan(15, 15, 512, 2e-3, 64), "quick": Plan(1, 1, 256, 1e-3, 16)},
 }
 
 
@@ -137,6 +139,11 @@ NETWORKS: dict[str, Callable[[tuple[int, int, int], int, int], nn.Module]] = {
 }
 
 
+CASES = {"digits": tuple(NETWORKS), "cifar100": ("convolutional", "transformer")}
+PARALLEL = 6
+"""Networks at once on a GPU: small ones keep the host busier than the device."""
+
+
 @functools.lru_cache(maxsize=1)
 def digits(seed: int) -> Task:
     """Scikit-learn's 1797 digits, 8 x 8, two thirds for training."""
@@ -170,9 +177,33 @@ def settings(options: Options) -> list[Setting]:
     return [
         {"task": task, "size": size, "network": network, "method": method, "seed": seed}
         for task, seed in itertools.product(tasks, seeds(options, SEEDS))
-        for network in NETWORKS
+        for network in CASES[task]
         for method in METHODS
     ]
+
+
+def together(wanted: list[Setting], options: Options) -> Iterator[Measured]:
+    """Everything that starts from one dense network in one process, some of them at once."""
+    gpu = torch.device(options.device).type == "cuda"
+    at_once = options.parallel or (PARALLEL if gpu else 1)
+    groups: dict[tuple[Any, ...], list[Setting]] = {}
+    for setting in wanted:
+        key = tuple(setting[name] for name in ("task", "network", "seed"))
+        groups.setdefault(key, []).append(setting)
+    if at_once == 1:
+        yield from _each(wanted, options)
+        return
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed(pool.submit(_several, g, options) for g in groups.values()):
+            yield from done.result()
+
+
+def _each(some: list[Setting], options: Options) -> Iterator[Measured]:
+    return ((s, measure(s, options)) for s in some if not options.late)
+
+
+def _several(some: list[Setting], options: Options) -> list[Measured]:
+    return list(_each(some, options))
 
 
 def measure(setting: Setting, options: Options) -> dict[str, Any]:
@@ -328,7 +359,7 @@ def _accuracy(model: nn.Module, task: Task) -> float:
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
     tasks = list(dict.fromkeys(r["setting"]["task"] for r in records))
-    panels = list(itertools.product(tasks, NETWORKS))
+    panels = [(task, network) for task in tasks for network in CASES[task]]
     fig, axes = figure(columns=len(panels), width=3.0, height=3.2)
     for axis, (task, network) in zip(axes, panels, strict=True):
         here = select(records, task=task, network=network)
@@ -399,4 +430,4 @@ def _verdict(density: list[float], means: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-STUDY = Study("pruning", "pruning whole networks to one budget", settings, measure, draw)
+STUDY = Study("pruning", "pruning whole networks to one budget", settings, measure, draw, together)
