@@ -106,6 +106,10 @@ def test_one_budget_over_several_tensors(gamma, dtype):
 def test_nccl_with_one_rank(tmp_path):
     import torch.distributed as dist
 
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     from laprune import distributed
     from laprune.prune import GlobalPruner
 
@@ -122,6 +126,17 @@ def test_nccl_with_one_rank(tmp_path):
         torch.nn.parallel.DistributedDataParallel(model)(torch.ones(2, 64).cuda()).sum().backward()
         pruner.finalize()
         assert int((model.weight != 0).sum()) == 410
+
+        mesh = init_device_mesh("cuda", (1,))
+        sharded = distribute_tensor(r.float().cuda(), mesh, [Shard(1)])
+        mask = laprune.soft_topk(sharded, 300, 0.8).full_tensor()
+        torch.testing.assert_close(mask.cpu(), laprune.soft_topk(r.float(), 300, 0.8))
+        model = torch.nn.Linear(64, 64).cuda()
+        pruner = GlobalPruner(model, 0.1, gamma=0.9)
+        fully_shard(model, mesh=mesh)
+        pruner.refresh()
+        model(torch.ones(2, 64).cuda()).square().mean().backward()
+        assert pruner.report().kept == 410
     finally:
         dist.destroy_process_group()
 

@@ -16,8 +16,10 @@ import pytest
 import torch
 from conftest import no_waiting
 
-from laprune.backends import Status, cuda, reference
+from laprune.backends import Status, cuda, reference, use
+from laprune.backends import pieces as in_pieces
 from laprune.backends._contract import OFFSET, TEMPERATURE
+from laprune.backends.exchange import Exchange
 from laprune.studies import inputs
 
 ON_GPU = torch.cuda.is_available()
@@ -264,6 +266,31 @@ def test_a_few_tiles_precede_a_very_long_row(monkeypatch):
     monkeypatch.setattr(cuda, "VERY_LONG", 600)
     r = inputs.draw("gaussian", 1, 1500, dtype=torch.float32)
     compare("alone", r, torch.tensor([300.0]).double(), torch.tensor([0.7]).double())
+
+
+@kernels
+@pytest.mark.parametrize("gamma", [0.6, 1.0])
+def test_pieces_are_solved_as_one_row(gamma):
+    dtypes = (torch.float32, torch.float16, torch.float32)
+    parts = (
+        inputs.draw("gaussian", 2, 90, dtype=torch.float32).round(decimals=1).split((30, 0, 60), 1)
+    )
+    pieces = [x.to(DEVICE, t) for x, t in zip(parts, dtypes, strict=True)]
+    k = torch.tensor([20.0, 7.5], dtype=torch.float64, device=DEVICE)
+    h = torch.full_like(k, gamma)
+    grads = [torch.cos(torch.arange(x.numel(), device=DEVICE)).view_as(x).to(x) for x in pieces]
+    owners, alone, found = [0] * 3, Exchange(""), {}
+    for name, backend in (("reference", reference), ("cuda", cuda)):
+        with use(backend):
+            masks, state, info = in_pieces.solve(pieces, k, h, False, alone, owners)
+            scores, dk, dh = in_pieces.vjp(
+                pieces, k, h, False, alone, owners, state, info, grads, None
+            )
+        assert info[:, 2].tolist() == [0, 0]
+        assert [x.dtype for x in (*masks, *scores)] == [*dtypes, *dtypes]
+        found[name] = [*masks, *scores, dk, dh]
+    for ours, theirs in zip(found["cuda"], found["reference"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
 
 def test_plans_fill_their_warps():

@@ -8,6 +8,9 @@ A backend may offer any of the functions that touch scores under the names used 
 ``sums``, ``start``, ``iterate``, ``digits``, ``write``, ``moments``, ``pull``); those it does not
 offer are taken from this file, in plain torch. All take a list of pieces (rows, n_i) of one dtype,
 none of them empty.
+
+A backend that solves a row in one launch and reads no pieces (``cuda``) gets those of a single rank
+put together: one more copy of the scores costs less there than asking the host after every pass.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import pick
+from . import pick, reference
 from ._contract import MEAN_P, MEAN_Z, OFFSET, PIVOT, TEMPERATURE, Status
 from .exchange import Exchange
 from .reference import (
@@ -302,6 +305,10 @@ def solve(
     ``owners[i]`` is the rank whose copy of piece i counts: this one's, or another's where a piece
     is there more than once.
     """
+    if (backend := _in_one_launch(pieces, exchange)) is not None:
+        mask, state, info = backend.solve(_row(pieces), k, hardness, None, False, fixed)
+        cost = torch.zeros_like(info[:, :1])
+        return _cut(mask, pieces), state, torch.cat([info, cost], -1)
     length = sum(x.shape[1] for x, o in zip(pieces, owners, strict=True) if o == exchange.rank)
     lengths, double = _agree(pieces, k, hardness, fixed, exchange, length)
     job, total = _Job(pieces, owners, exchange, double), sum(lengths)
@@ -353,6 +360,24 @@ def solve(
     cost = torch.full_like(passes, exchange.collectives)
     masks = [m.to(x.dtype) for m, x in zip(masks, pieces, strict=True)]
     return masks, state, torch.stack([status, passes, cost], -1)
+
+
+def _in_one_launch(pieces: Sequence[Tensor], exchange: Exchange) -> Any:
+    """The backend that wants the pieces as one row, if there is one and all are here."""
+    backend = pick(pieces[0])
+    wants = backend is not reference and not hasattr(backend, "sums")
+    return backend if wants and not exchange.groups else None
+
+
+def _row(pieces: Sequence[Tensor]) -> Tensor:
+    """All pieces in one row, of the widest of their types."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), -1)
+
+
+def _cut(row: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """A row's parts, each of its piece's length and type."""
+    parts = row.split([x.shape[-1] for x in pieces], -1)
+    return [y.to(x.dtype, copy=True) for x, y in zip(pieces, parts, strict=True)]
 
 
 def _agree(
@@ -501,6 +526,12 @@ def vjp(
     grad_state: Tensor | None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the pieces, k and hardness; one collective."""
+    if (backend := _in_one_launch(pieces, exchange)) is not None:
+        dr, _, dk, dh = backend.vjp(
+            _row(pieces), k, hardness, None, False, fixed, state, info[:, :2], _row(grads),
+            grad_state,
+        )  # fmt: skip
+        return _cut(dr, pieces), dk, dh
     double = any(x.dtype == torch.float64 for x in pieces)
     job = _Job(pieces, owners, exchange, double)
     state, status = state.detach(), info[:, 0].contiguous()
