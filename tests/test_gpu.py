@@ -105,7 +105,6 @@ def test_one_budget_over_several_tensors(gamma, dtype):
 
 def test_nccl_with_one_rank(tmp_path):
     import torch.distributed as dist
-
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
