@@ -267,7 +267,9 @@ def test_state_dicts_restore_learned_scores() -> None:
     torch.testing.assert_close(other(X), model(X))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at inputs
+# Dynamo's own look at inputs and at functions.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_models_train_alike() -> None:
     plain, compiled = net(), net()
     schedule = linear(1.0, 0.3, steps=3)
@@ -359,3 +361,10 @@ def test_replaced_parameters_are_noticed() -> None:
         model(X)
     pruner.refresh()
     model(X)
+
+
+def test_second_derivatives_are_refused():
+    model = nn.Linear(4, 4)
+    GlobalPruner(model, 0.5)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(model(torch.ones(1, 4)).sum(), model.parameters(), create_graph=True)

@@ -28,6 +28,7 @@ from torch.nn.utils import parametrize
 from ._arguments import Mode, check_mode
 from ._mesh import is_dtensor, layout, like, local, part
 from .backends import Status
+from .backends._contract import OFFSET, TEMPERATURE
 from .backends.exchange import Exchange
 from .functional import hard_topk, soft_topk
 from .joint import global_topk
@@ -296,11 +297,11 @@ class _Budget:
     def _forget(self) -> None:
         self.seen: object = None
         self.state: Tensor | None = None
-        self.status: Tensor | None = None
+        self.points: dict[torch.dtype, _Point] = {}
         self.hard: list[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": None, "state": None, "status": None, "hard": None}
+        return {**self.__dict__, "seen": None, "state": None, "points": {}, "hard": None}
 
     def attach(self, sites: list[tuple[str, nn.Module, str]]) -> None:
         positions: dict[int, int] = {}
@@ -389,7 +390,9 @@ class _Budget:
         if soft and self.state is None:
             k = torch.tensor([float(self.kept)], dtype=torch.float64, device=self.sources[0].device)
             gamma = self.gamma.to(k.device).reshape(1)
-            self.state, self.status = _Barrier.apply(self, k, gamma, *self.sources)
+            self.state, status = _Barrier.apply(self, k, gamma, *self.sources)
+            works = {torch.promote_types(x.dtype, torch.float32) for x in self.sources}
+            self.points = {work: _Point.of(self.state.detach(), status, work) for work in works}
         if not soft:
             self.state = None
         if self.hard is None and (not soft or self.ste):
@@ -428,7 +431,7 @@ class _Budget:
         if self.state is None:
             mask = self._hard(index, weight)
         else:
-            mask = _soft_mask(self.scored(source), self.state, cast(Tensor, self.status))
+            mask = _soft_mask(self.scored(source), self.state, self.points)
             if self.granularity == "channel":
                 mask = mask.reshape(-1, *[1] * (weight.dim() - 1))
             if self.ste:
@@ -450,24 +453,71 @@ def _over(mask: Tensor, weight: Tensor) -> Tensor:
     return mask.reshape(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
-def _soft_mask(score: Tensor, state: Tensor, status: Tensor) -> Tensor:
-    """sigma((score - b)/t) of what lies here, differentiable in the scores, b and t."""
+class _Point(NamedTuple):
+    """A solution in the type that masks are computed in."""
+
+    pivot: Tensor
+    b: Tensor
+    t: Tensor
+    level: Tensor
+    """Of a mask without a temperature."""
+    soft: Tensor
+    """Whether there is a temperature."""
+    regular: Tensor
+    """Whether the mask follows its scores; at the limits it does not."""
+
+    @classmethod
+    def of(cls, state: Tensor, status: Tensor, work: torch.dtype) -> _Point:
+        pivot, b, t, _, level = state[0].unbind()
+        regular = (status[0] == int(Status.CONVERGED)) | (status[0] == int(Status.STALLED))
+        soft = regular | (status[0] == int(Status.TIED))
+        # Harmless numbers where there is no temperature, so that no NaN reaches a gradient.
+        pivot, b = (torch.where(soft, x, 0.0).to(work) for x in (pivot, b))
+        t = torch.where(soft, t, 1.0).to(work).clamp(min=torch.finfo(work).tiny)
+        return cls(pivot, b, t, level.to(work), soft, regular)
+
+
+def _soft_mask(score: Tensor, state: Tensor, points: dict[torch.dtype, _Point]) -> Tensor:
+    """sigma((score - b)/t) of what lies here, differentiable in the scores and the state."""
     here = local(score)
     if is_dtensor(score):
         state = _Shared.apply(state, layout([score]).groups)
-    pivot, b, t, _, level = state[0].unbind()
-    regular = (status[0] == int(Status.CONVERGED)) | (status[0] == int(Status.STALLED))
-    soft = regular | (status[0] == int(Status.TIED))
-    work = torch.promote_types(here.dtype, torch.float32)
-    # Harmless numbers where there is no temperature, so that no NaN reaches a gradient.
-    pivot, b = (torch.where(soft, x, 0.0).to(work) for x in (pivot, b))
-    t = torch.where(soft, t, 1.0).to(work).clamp(min=torch.finfo(work).tiny)
-    z = ((here.to(work) - pivot) - b) / t
-    q = 0.5 * torch.exp(-z.abs())
-    p = torch.where(z > 0, 1 - q, q)
-    # At the limits the mask does not follow its scores.
-    p = torch.where(regular, p, torch.where(soft, p.detach(), level.detach().to(work)))
-    return like(p.to(here.dtype), score)
+    point = points[torch.promote_types(here.dtype, torch.float32)]
+    return like(_Mask.apply(here, state, *point), score)
+
+
+class _Mask(torch.autograd.Function):
+    """A mask at a given point. By hand, since a model may have many small parameters: autograd
+    would take five times as many operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        score: Tensor,
+        state: Tensor,
+        pivot: Tensor,
+        b: Tensor,
+        t: Tensor,
+        level: Tensor,
+        soft: Tensor,
+        regular: Tensor,
+    ) -> Tensor:
+        z = ((score.to(t.dtype) - pivot) - b) / t
+        q = 0.5 * torch.exp(-z.abs())
+        ctx.save_for_backward(z, q, t, regular, state)
+        p = torch.where(soft, torch.where(z > 0, 1 - q, q), level)
+        return p.to(score.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("second derivatives through a pruner are not available")
+        z, q, t, regular, state = ctx.saved_tensors
+        pull = torch.where(regular, grad * q / t, 0.0)
+        of_state = torch.zeros_like(state)
+        of_state[:, OFFSET] = -pull.sum()
+        of_state[:, TEMPERATURE] = -(pull * z).sum()
+        return pull.to(grad.dtype), of_state, *[None] * 6
 
 
 class _Shared(torch.autograd.Function):

@@ -364,9 +364,12 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
 
 
 @triton.jit
-def _tile_spread(b_x, line, a, T: tl.constexpr):
-    """(p - a)^2, without cancellation where p is close to a."""
-    b_d = tl.where(b_x > -INF, _tile_mask(b_x, line, T) - _v(a), 0.0)
+def _tile_spread(b_x, line, a, rest, T: tl.constexpr):
+    """(p - a)^2, without cancellation where p is close to a, and without rounding 1 - q."""
+    b_y = _y(b_x, line)
+    b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
+    b_d = tl.where(b_y > 0, _v(rest.to(T)) - b_q, b_q - _v(a.to(T)))
+    b_d = tl.where(b_x > -INF, b_d, 0.0)
     return b_d * b_d
 
 
@@ -400,13 +403,13 @@ def _tile_survey(b_x, n_cols, T: tl.constexpr):
 
 
 @triton.jit
-def _row_spread(p_x, n_cols, line, a, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+def _row_spread(p_x, n_cols, line, a, rest, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
                 ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     total = tl.zeros([LANES, ROWS, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
         b_xs = _loads(p_x, _stop(j, walk) * U, n_cols, -INF, T, U, LANES, EVEN)
         for u in tl.static_range(U):
-            total += _tile_spread(b_xs[u], line, a.to(T), T)
+            total += _tile_spread(b_xs[u], line, a, rest, T)
     return _total(total, S, ROWS)
 
 
@@ -489,11 +492,11 @@ def _held_sums(b_xs, line, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, RO
 
 
 @triton.jit
-def _held_spread(b_xs, line, a, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+def _held_spread(b_xs, line, a, rest, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
-    total = _tile_spread(b_xs[0], line, a, T)
+    total = _tile_spread(b_xs[0], line, a, rest, T)
     for u in tl.static_range(1, U):
-        total += _tile_spread(b_xs[u], line, a, T)
+        total += _tile_spread(b_xs[u], line, a, rest, T)
     return _total(total, S, ROWS)
 
 
@@ -1025,7 +1028,8 @@ def solve_rows(
         sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, (p_x,), 0, False, GATE,
                      T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
-            spread = _row_spread(p_x, n_cols, line, problem[3], walk, T, T, U, ROWS, LANES, EVEN)
+            spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], walk, T, T, U, ROWS,
+                                 LANES, EVEN)  # fmt: skip
         passes += running
         sparse = _any((running > 0) & (tl.minimum(sums[1], sums[2]) < problem[0] * SPARSE))
         tries, tolerance = (passes, polish, polished), (mass_tol, hardness_tol)
@@ -1154,7 +1158,7 @@ def solve_long(
         sums = _held_sums(b_s, line, T, T, U, 1)
         spread = zero.to(T)
         if soft:
-            spread = _held_spread(b_s, line, problem[3], T, T, U, 1)
+            spread = _held_spread(b_s, line, problem[3], problem[4], T, T, U, 1)
         passes += 1
         tries = (passes, none, none)
         if tl.minimum(sums[1], sums[2]) < n * SPARSE:
@@ -1202,7 +1206,8 @@ def solve_long(
                 counting = counting * 0
         spread = zero
         if soft:
-            spread = _row_spread(p_x, n_cols, line, problem[3], path, T, f64, U, 1, LANES, EVEN)
+            spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], path, T, f64, U, 1,
+                                 LANES, EVEN)  # fmt: skip
             spread = _meet1(spread, (p_lines, p_count, size, me, meetings), TEAM, LINES)
             meetings += 1
         spread = spread.to(T)

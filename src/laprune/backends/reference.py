@@ -124,13 +124,14 @@ def _sums(r: Tensor, pivot: Tensor, b: Tensor, t: Tensor, a: Tensor) -> _Sums:
     z, q = _z_and_q(r, pivot, b, t)
     ok, hi, w = r > -math.inf, z > 0, z.abs()
     lo_q, hi_q = torch.where(hi, 0.0, q), torch.where(hi, q, 0.0)
-    p = torch.where(hi, 1 - q, q)
+    a = a[:, None]
+    off = torch.where(hi, (1 - a) - q, q - a)  # p - a, without rounding 1 - q
     far = (r - pivot[:, None]).abs()
     inf = math.inf
     sums = (
         hi.sum(-1).to(q.dtype),
         *(part.sum(-1) for x in (1, w, q, q * w) for part in (lo_q * x, hi_q * x)),
-        torch.where(ok, p - a[:, None], 0.0).square().sum(-1),
+        torch.where(ok, off, 0.0).square().sum(-1),
         torch.where(ok & ~hi, r, -inf).amax(-1),
         torch.where(hi, r, inf).amin(-1),
         torch.where(far > 0, far, inf).amin(-1),
