@@ -7,6 +7,7 @@ from conftest import no_waiting
 import laprune
 from laprune.sae import AuxK, SparseAutoencoder, Trainer, evaluate
 from laprune.studies import inputs
+from laprune.studies.sae_training import Method, Recipe, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +67,25 @@ def test_autoencoders_train_as_on_the_cpu(mode, batch):
         found.append((torch.stack(errors), *(y.cpu() for y in evaluate(sae, x.to(device)))))
     for here, there in zip(*found, strict=True):
         torch.testing.assert_close(there, here, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Method("laprune", 0.8, annealed=True),
+        Method("topk", relu=True, aux=True),
+        Method("batchtopk", relu=True, aux=True),
+    ],
+    ids=lambda method: method.operator,
+)
+def test_replayed_steps_train_as_on_the_cpu(method):
+    x = inputs.draw("gaussian", 190, 24, dtype=torch.float32)
+    recipe, found = Recipe(epochs=3, batch=40, dead_after=100), []
+    for device in ("cpu", "cuda"):
+        sae = train(x.to(device), method, (0, 1), 96, 8, recipe)
+        found.append(evaluate(sae, x.to(device).expand(2, -1, -1)))
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there.cpu(), here, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("batch", [False, True])

@@ -85,7 +85,7 @@ class Trainer:
         error = (out.reconstruction - x).square().mean((-2, -1))
         loss = error.sum()
         if self.aux is not None:
-            self.silent = silence(self.silent, sae, out)
+            self.silent.copy_(silence(self.silent, sae, out))
             loss = loss + self.aux.weight * self.aux.loss(sae, x, out, self.silent).sum()
         self.optimiser.zero_grad()
         loss.backward()

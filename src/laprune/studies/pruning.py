@@ -19,11 +19,14 @@ The digits of scikit-learn need no data; CIFAR-100 is added where its folder is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +79,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "digits": {"full": Plan(20, 20, 128, 3e-3, 32), "quick": Plan(2, 2, 256, 5e-3, 8)},
-    "cifar100": {"full": Plan(15, 15, 512, 2e-3, 64), "quick": Plan(1, 1, 256, 1e-3, 16)},
+    "cifar100": {"full": Plan(10, 10, 512, 2e-3, 64), "quick": Plan(1, 1, 256, 1e-3, 16)},
 }
 
 
@@ -140,8 +143,8 @@ NETWORKS: dict[str, Callable[[tuple[int, int, int], int, int], nn.Module]] = {
 
 
 CASES = {"digits": tuple(NETWORKS), "cifar100": ("convolutional", "transformer")}
-PARALLEL = 6
-"""Networks at once on a GPU: small ones keep the host busier than the device."""
+PARALLEL = 12
+"""Trainings at once on a GPU: small networks keep the host busier than the device."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -183,35 +186,46 @@ def settings(options: Options) -> list[Setting]:
 
 
 def together(wanted: list[Setting], options: Options) -> Iterator[Measured]:
-    """Everything that starts from one dense network in one process, some of them at once."""
+    """One setting after another, or each in a process of its own, some at once.
+
+    There the dense networks come first: all methods start from the same.
+    """
     gpu = torch.device(options.device).type == "cuda"
     at_once = options.parallel or (PARALLEL if gpu else 1)
-    groups: dict[tuple[Any, ...], list[Setting]] = {}
-    for setting in wanted:
-        key = tuple(setting[name] for name in ("task", "network", "seed"))
-        groups.setdefault(key, []).append(setting)
     if at_once == 1:
-        yield from _each(wanted, options)
+        yield from ((s, measure(s, options)) for s in wanted if not options.late)
         return
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed(pool.submit(_several, g, options) for g in groups.values()):
-            yield from done.result()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool,
+    ):
+        options = replace(options, cache=options.cache or Path(folder))
+        bases = {(s["task"], s["network"], s["seed"], s["size"]) for s in wanted}
+        for base in [pool.submit(_train_dense, *key, options) for key in sorted(bases)]:
+            base.result()
+        futures = {pool.submit(_in_time, s, options): s for s in wanted}
+        for done in as_completed(futures):
+            if (result := done.result()) is not None:
+                yield futures[done], result
 
 
-def _each(some: list[Setting], options: Options) -> Iterator[Measured]:
-    return ((s, measure(s, options)) for s in some if not options.late)
-
-
-def _several(some: list[Setting], options: Options) -> list[Measured]:
-    return list(_each(some, options))
+def _in_time(setting: Setting, options: Options) -> dict[str, Any] | None:
+    return None if options.late else measure(setting, options)
 
 
 def measure(setting: Setting, options: Options) -> dict[str, Any]:
     """Prune one dense network to every density by one method."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
-    try:
+    with _one_thread():
         return _measure(setting, options)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The networks are small: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -255,18 +269,34 @@ def _network(name: str, task: Task, plan: Plan) -> nn.Module:
 
 @functools.lru_cache(maxsize=4)
 def _dense(task_name: str, network: str, seed: int, size: str, options: Options) -> nn.Module:
+    """The network that all methods start from; kept where there is a cache."""
     task, plan = _task(task_name, seed, options), PLANS[task_name][size]
     torch.manual_seed(seed)
     model = _network(network, task, plan).to(options.device)
-    _train(model, task, plan, plan.epochs, lambda step: None)
+    path = None
+    if options.cache is not None:
+        path = options.cache / "pruning" / f"{task_name}_{network}_{seed}_{plan}.pt"
+    if path is not None and path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+        return model
+    with _one_thread():
+        _train(model, task, plan, plan.epochs, lambda step: None)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path)
     return model
+
+
+def _train_dense(task_name: str, network: str, seed: int, size: str, options: Options) -> None:
+    """For another process to find in the cache."""
+    _dense(task_name, network, seed, size, options)
 
 
 def _train(
     model: nn.Module, task: Task, plan: Plan, epochs: int, after: Callable[[int], None]
 ) -> None:
     """Adam with a rate that falls linearly; ``after(step)`` follows every step."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=plan.rate)
+    optimiser = torch.optim.Adam(model.parameters(), lr=plan.rate, fused=task.x.is_cuda)
     batches = -(-len(task.x) // plan.batch)
     decay = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, epochs * batches)
     model.train()

@@ -124,12 +124,49 @@ def train(
         schedule=method.gamma(recipe.epochs),
         aux=AuxK(dead_after=recipe.dead_after) if method.aux else None,
     )
+    step = _Step(trainer, x)
     for epoch in range(recipe.epochs):
         if epoch and trainer.scheduler is not None:
             trainer.scheduler.step()
         for rows in orders(n, recipe.batch, draws, x.device):
-            trainer.step(x[rows])
+            step(rows)
     return sae.eval()
+
+
+class _Step:
+    """A trainer's step on samples of x by number. On a GPU, once it is warm, batches of the first
+    one's size replay a CUDA graph: what Python takes to launch a step is more than the step."""
+
+    WARM_UP = 3
+
+    def __init__(self, trainer: Trainer, x: Tensor) -> None:
+        self.trainer, self.x, self.seen = trainer, x, 0
+        self.rows: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream(x.device) if x.is_cuda else None
+        for group in trainer.optimiser.param_groups:
+            group["capturable"] = x.is_cuda
+
+    def __call__(self, rows: Tensor) -> None:
+        if self.stream is None:
+            self.trainer.step(self.x[rows])
+            return
+        self.seen += 1
+        if self.rows is None:
+            self.rows = rows.clone()
+        if rows.shape != self.rows.shape or self.seen <= self.WARM_UP:
+            usual = torch.cuda.current_stream(self.x.device)
+            self.stream.wait_stream(usual)
+            with torch.cuda.stream(self.stream):
+                self.trainer.step(self.x[rows])
+            usual.wait_stream(self.stream)
+            return
+        self.rows.copy_(rows)
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.trainer.step(self.x[self.rows])
+        self.graph.replay()
 
 
 def orders(
