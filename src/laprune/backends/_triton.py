@@ -715,10 +715,18 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
         residual, slope = e2 + e2_b * u, e2_t - e2_b * e1_t * r_e1_b
         close = t * 0.0 + hardness_tol
 
+    # What the step would still move an entry of the mask by: that of the barrier alone, and that of
+    # log t, which takes the barrier along.
+    share = tl.minimum(0.5 / q, 1.0)
+    by_b = share * q * tl.abs(u)
+    by_t = tl.minimum(qw_lo + qw_hi, 0.19) + share * tl.abs(qw_hi - qw_lo)
+    by_t *= tl.abs(residual) / tl.maximum(slope * -1.0, 1e-3)
+
     off_by, miss = tl.abs(excess), tl.abs(e2)
     budget_holds = off_by <= mass_tol * few
     # Close enough for the step that follows to leave nothing, where few scores carry the mass.
-    converged = budget_holds & (miss <= close) & (tl.abs(e1) <= 1e-3)
+    near_by = (tl.abs(e1) <= 1e-3) & (by_b <= 1e-3) & (by_t <= 1e-3)
+    converged = budget_holds & (miss <= close) & near_by
     # Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
     # and the mass may err relative to k alone.
     polished += polish
@@ -727,7 +735,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     converged = converged | (late & nearly_holds & (miss <= 2 * close))
     # All weight on one score, or on equal ones: a smaller t changes nothing any more.
     pinned = seen & (t * SATURATED < gap) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (over_k != 0)
-    tied = pinned & nearly_holds & (FIXED == 0)
+    tied = pinned & nearly_holds & ((by_b <= 1e-6) | late) & (FIXED == 0)
 
     # Newton's step in log t, inside its bracket; b follows linearly in t.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
@@ -814,7 +822,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(beside, b - beside_d, left)
     moved = (origin, b, t, t_lo, t_hi, b_lo - back, b_hi - back, stride)
     weights = (qw_hi - qw_lo, q_hi + 0.25 * (ee_lo - ee_hi).to(S), q)
-    return converged, tied, moved, plain, last.to(tl.int32), polished, size, weights
+    error = tl.maximum(size, 2.0 * tl.maximum(by_b, by_t))
+    return converged, tied, moved, plain, last.to(tl.int32), polished, error, weights
 
 
 # --- the other rows ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -140,6 +141,17 @@ def load(path: Path) -> list[Record]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: on small problems more of them only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def provenance(device: str) -> dict[str, Any]:

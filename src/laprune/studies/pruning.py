@@ -19,7 +19,6 @@ The digits of scikit-learn need no data; CIFAR-100 is added where its folder is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -39,7 +38,7 @@ from laprune.prune import GlobalPruner
 from laprune.schedules import Schedule
 
 from .harvest import cifar100
-from .lab import Measured, Options, Record, Setting, Study
+from .lab import Measured, Options, Record, Setting, Study, one_thread
 from .style import figure, save
 from .tables import Floats, markdown, plot, pm, seeds, select, spread, stack
 
@@ -215,19 +214,8 @@ def _in_time(setting: Setting, options: Options) -> dict[str, Any] | None:
 
 def measure(setting: Setting, options: Options) -> dict[str, Any]:
     """Prune one dense network to every density by one method."""
-    with _one_thread():
+    with one_thread():
         return _measure(setting, options)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The networks are small: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure(setting: Setting, options: Options) -> dict[str, Any]:
@@ -279,7 +267,7 @@ def _dense(task_name: str, network: str, seed: int, size: str, options: Options)
     if path is not None and path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model
-    with _one_thread():
+    with one_thread():
         _train(model, task, plan, plan.epochs, lambda step: None)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

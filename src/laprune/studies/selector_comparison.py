@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .lab import Options, Record, Setting, Study
+from .lab import Options, Record, Setting, Study, one_thread
 from .style import COLOURS, MARKERS, figure, save
 from .tables import Floats, Spread, markdown, pm, seeds, select, spread, stack
 
@@ -292,7 +292,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
     x, test_x, y, test_y = train_test_split(x, y, test_size=0.3, random_state=seed, stratify=y)
     scaler = StandardScaler().fit(x)
     x, test_x = scaler.transform(x), scaler.transform(test_x)
-    with _one_thread():
+    with one_thread():  # as the other methods do
         start = time.perf_counter()
         choice = METHODS[setting["method"]][0](x, y, k, seed, setting["quick"])
         seconds = time.perf_counter() - start
@@ -306,17 +306,6 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
         for name, judge in judges.items()
     }
     return {**scores, "seconds": seconds, "kept": choice.kept, "columns": columns.tolist()}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch on one thread: the problems are small, and the other methods use one as well."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:

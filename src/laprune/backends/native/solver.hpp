@@ -55,6 +55,7 @@ struct Problem {
 constexpr int kMaxPasses = 100;
 constexpr int kPatience = 16;        // passes after which a temperature step needs a solved barrier
 constexpr double kMaxStep = 3;       // largest step in log t
+constexpr double kMaskTolerance = 1e-6;  // of an entry, from each of the two
 constexpr double kSaturated = 45;    // exp(-45) is nothing beside 1 in any dtype
 
 class Iteration {
@@ -115,10 +116,16 @@ inline Status Iteration::step(const Sums& s) {
   mean_z = (qw_hi - qw_lo) / q;
   mean_p = (qq_lo + q_hi - qq_hi) / q;
 
-  const double slack = problem_.tol.mass * std::min(k, n - k);
-  const bool budget_holds = std::abs(excess) <= slack;
+  // Newton's step of the barrier alone, in units of t, and what it and that of log t, which takes
+  // the barrier along, would still move an entry of the mask by.
+  const double u = -e1 / e1_b;
+  const double by_b = std::min(0.5, q) * std::abs(u);
+  const double per_t = std::min(0.19, qw_lo + qw_hi) + std::min(0.5, q) * std::abs(mean_z);
+  const double by_t = per_t * std::abs(residual) / std::max(-slope, 1e-3);
+  const bool budget_holds =
+      std::abs(excess) <= problem_.tol.mass * std::min(k, n - k) && by_b <= kMaskTolerance;
   const double close = problem_.fixed ? 0 : problem_.tol.hardness;  // a given temperature is kept
-  if (budget_holds && std::abs(e2) <= close) return kConverged;
+  if (budget_holds && std::abs(e2) <= close && by_t <= kMaskTolerance) return kConverged;
   // Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
   // and the mass may err relative to k alone.
   polished_ += polish;
@@ -148,7 +155,6 @@ inline Status Iteration::step(const Sums& s) {
     }
   }
 
-  const double u = -e1 / e1_b;  // Newton step of the barrier alone, in units of t
   const double size = std::max(std::abs(e1), std::abs(residual));
   polish = 10 * size * size <= std::min(problem_.tol.mass, problem_.tol.hardness);
 
