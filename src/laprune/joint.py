@@ -20,8 +20,9 @@ def global_topk(
 ) -> Tensors:
     """Masks of several tensors that share one budget: together they have mass k and hardness gamma.
 
-    As :func:`laprune.soft_topk` of all entries in one row, in the order of the tensors, without
-    putting them together.
+    As :func:`laprune.soft_topk` of all entries in one row, in the order of the tensors. They are
+    read where they lie; only on a single GPU they are copied into one row, which then takes one
+    launch.
 
     >>> scores = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0], [0.0]])}
     >>> global_topk(scores, k=2, gamma=0.8)

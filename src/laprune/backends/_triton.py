@@ -665,8 +665,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     """Judge the sums at a point and propose the next one, row by row.
 
     Returns whether the point is converged or tied, the next point, whether it is Newton's own,
-    whether it should be the answer, the tries to polish, the size of the error, and the sums of
-    q z, q p and q.
+    whether it should be the answer, the tries to polish, the size of the error, what the step moves
+    an entry of the mask by, and the sums of q z, q p and q.
     """
     above, lo, hi, w_lo, w_hi, ee_lo, ee_hi, eew = sums
     seen, below_d, above_d, gap = near
@@ -737,7 +737,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     pinned = seen & (t * SATURATED < gap) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (over_k != 0)
     tied = pinned & nearly_holds & ((by_b <= 1e-6) | late) & (FIXED == 0)
 
-    # Newton's step in log t, inside its bracket; b follows linearly in t.
+    # Newton's step in log t, inside its bracket; b follows linearly in t, and its own step is one in
+    # units of the new t. A short step in t means little beside a long one in b.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
     steep = slope <= -0.2
     solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
@@ -767,7 +768,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     warmer = t + t * growth
     if FIXED:
         warmer = tl.where((held == d) & (outside == 0), heat, warmer)
-    b_both = b + t * (u - e1_t * r_e1_b * growth)
+    b_both = b + t * (u + (u - e1_t * r_e1_b) * growth)
 
     # Newton's step in b alone, inside its bracket; where no score is in sight, on to the next, and
     # not past it.
@@ -797,7 +798,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
         t_lo = tl.where(sharp, tl.maximum(t_lo, t), t_lo)
     plain = tl.where(both, outside == 0, (off_limits == 0) & (blind == 0) & (lost == 0))
     plain = plain & (sharp == 0)
-    stride = tl.where(both & (sharp == 0), length, stride)
+    stride = tl.where(both & (sharp == 0), tl.maximum(length, tl.abs(u)), stride)
     t = tl.where(sharp, warmest, tl.where(both, warmer, tl.where(lost, 8.0 * t, t)))
     b = tl.where(sharp, 0.5 * (below_d + above_d), tl.where(both, b_both, b_only))
     anew = both | sharp | lost
@@ -822,8 +823,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(beside, b - beside_d, left)
     moved = (origin, b, t, t_lo, t_hi, b_lo - back, b_hi - back, stride)
     weights = (qw_hi - qw_lo, q_hi + 0.25 * (ee_lo - ee_hi).to(S), q)
-    error = tl.maximum(size, 2.0 * tl.maximum(by_b, by_t))
-    return converged, tied, moved, plain, last.to(tl.int32), polished, error, weights
+    return converged, tied, moved, plain, last.to(tl.int32), polished, size, by_b + by_t, weights
 
 
 # --- the other rows ------------------------------------------------------------------------------
@@ -1050,7 +1050,7 @@ def solve_rows(
             # What depends on the scores beside the barrier falls away.
             near = (running * 0 > 0, none.to(T), none.to(T), none.to(T))
             step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
-        converged, tied, moved, plain, again, tried, error, weights = step
+        converged, tied, moved, plain, again, tried, _size, error, weights = step
         live = running > 0
         z_sum, p_sum = tl.where(live, weights[0], z_sum), tl.where(live, weights[1], p_sum)
         q_sum = tl.where(live, weights[2], q_sum)
@@ -1060,7 +1060,7 @@ def solve_rows(
         running = ((status == STALLED) & (passes < MAX_PASSES) & live).to(tl.int32)
         # Newton's step from a point that is converged already is better still: taken where nothing
         # is written yet, or where it shows.
-        shows = (write == 0) | (tl.maximum(error, moved[7]) > 0.2 * hardness_tol)
+        shows = (write == 0) | (error > 0.1 * hardness_tol)
         better = live & converged & plain & shows
         written = tl.where(_any(better), 0, write)
         at = _keep((running > 0) | better, moved, at)
@@ -1237,13 +1237,13 @@ def solve_long(
                 passes = none
                 at = _begin(at[0], at[1], at[2])
         else:
-            converged, tied, moved, plain, polish, polished, error, weights = step
+            converged, tied, moved, plain, polish, polished, _size, error, weights = step
             live = status == STALLED
             z_sum, p_sum, q_sum = weights[0] + 0.0, weights[1] + 0.0, weights[2] + 0.0
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
-            shows = (write == 0) | (tl.maximum(error, moved[7]) > 0.2 * hardness_tol)
+            shows = (write == 0) | (error > 0.1 * hardness_tol)
             better = live & converged & plain & shows
             written = tl.where(better, 0, write)
             at = _keep((running > 0) | better, moved, at)

@@ -229,7 +229,8 @@ def _move_both(
     target: Tensor,
     fixed: bool,
 ) -> _Point:
-    """Newton in log t, inside its bracket; b follows linearly in t, as it does at both ends."""
+    """Newton in log t, inside its bracket; b follows linearly in t, as it does at both ends, and its
+    own step is one in units of the new t: the two meet in no product of their sizes then."""
     fine = e.reduced.abs() <= 1e-7
     certain = solved & ~fine
     tau_lo = torch.where(certain & (e.reduced > 0), torch.maximum(at.tau_lo, at.tau), at.tau_lo)
@@ -248,9 +249,12 @@ def _move_both(
     shrinks = (tau - at.tau).abs() <= 0.75 * at.stride
     out = bracketed & ~fine & ~((tau > tau_lo) & (tau < tau_hi) & shrinks)
     tau = torch.where(out, 0.5 * (tau_lo + tau_hi), tau)
-    b = at.b + at.tau.exp() * (u - e.e1_t / e.e1_b * torch.expm1(tau - at.tau))
+    growth = torch.expm1(tau - at.tau)
+    b = at.b + at.tau.exp() * (u + (u - e.e1_t / e.e1_b) * growth)
     inf = torch.full_like(tau, math.inf)
-    return _Point(at.pivot, b, tau, tau_lo, tau_hi, -inf, inf, (tau - at.tau).abs())
+    # A short step in t means little beside a long one in b.
+    stride = torch.maximum((tau - at.tau).abs(), u.abs())
+    return _Point(at.pivot, b, tau, tau_lo, tau_hi, -inf, inf, stride)
 
 
 def _move_barrier(e: _Residuals, s: _Sums, at: _Point, u: Tensor) -> _Point:

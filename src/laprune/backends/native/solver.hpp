@@ -184,10 +184,11 @@ inline Status Iteration::step(const Sums& s) {
     if (!fine && bracketed &&
         !(tau > tau_lo_ && tau < tau_hi_ && std::abs(tau - tau_) <= 0.75 * stride_))
       tau = 0.5 * (tau_lo_ + tau_hi_);
-    stride_ = std::abs(tau - tau_);
+    stride_ = std::max(std::abs(tau - tau_), std::abs(u));  // a short step in t means little beside a long one in b
     b_lo_ = -kInf, b_hi_ = kInf;
-    // b is close to linear in t, at both ends.
-    move(at.b + t * (u - e1_t / e1_b * std::expm1(tau - tau_)), tau, s);
+    // b is close to linear in t, at both ends; its own step is one in units of the new t.
+    const double growth = std::expm1(tau - tau_);
+    move(at.b + t * (u + (u - e1_t / e1_b) * growth), tau, s);
   } else {
     (excess > 0 ? b_lo_ : b_hi_) = at.b;
     double b = at.b + t * u;
