@@ -368,3 +368,92 @@ def test_second_derivatives_are_refused():
     GlobalPruner(model, 0.5)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(model(torch.ones(1, 4)).sum(), model.parameters(), create_graph=True)
+
+
+def test_all_and_nothing_are_masks_too() -> None:
+    for density, whole in ((1.0, True), (0.0, False)):
+        model = net()
+        before = [m.weight.detach().clone() for m in (model[0], model[2])]
+        GlobalPruner(model, density, gamma=0.5)
+        model(X).sum().backward()
+        for module, weight in zip((model[0], model[2]), before, strict=True):
+            torch.testing.assert_close(module.weight, weight * whole)
+            assert bool(module.parametrizations.weight.original.grad.any()) is whole
+
+
+def test_layers_called_by_themselves_follow_mode_weights_and_gradients() -> None:
+    model, twin = net(), net()
+    for m in (model, twin):
+        GlobalPruner(m, 0.3, gamma=0.7)
+    with torch.no_grad():
+        model[0](X)  # without a graph
+        for m in (model, twin):
+            m[0].parametrizations.weight.original.mul_(1.5)
+    for training in (True, False, True):
+        twin.train(training)(X)
+        wanted = twin[0](X)
+        torch.testing.assert_close(model.train(training)[0](X), wanted)
+    found = []
+    for m in (model, twin):
+        m[0](X).square().sum().backward()
+        found.append(m[0].parametrizations.weight.original.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_fused_optimisers_are_seen() -> None:
+    model = net()
+    pruner = GlobalPruner(model, 0.3, gamma=0.9)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    for _ in range(5):
+        model(X).square().sum().backward()
+        optimiser.step()
+    model(X)
+    mass = sum(p.sum().item() for p in pruner.masks().values())
+    used = sum((m.weight / m.parametrizations.weight.original).sum() for m in (model[0], model[2]))
+    assert mass == pytest.approx(pruner.kept)
+    assert used.item() == pytest.approx(pruner.kept)
+    optimiser.step()
+    model.eval()(X)
+    kept = sum(int((m.weight != 0).sum()) for m in (model[0], model[2]))
+    assert kept == pruner.kept
+
+
+def test_models_change_type_between_forwards() -> None:
+    model = net()
+    GlobalPruner(model, 0.3, gamma=0.7)
+    model(X)
+    half = model.float()(X.float())
+    torch.testing.assert_close(half.double(), model.double()(X), rtol=1e-5, atol=1e-5)
+
+
+def test_copies_outlive_the_original() -> None:
+    model = net()
+    pruner = GlobalPruner(model, 0.3, gamma=0.7)
+    other = copy.deepcopy(model)
+    wanted = other.eval()(X)
+    pruner.finalize()
+    torch.testing.assert_close(other(X), wanted)
+    torch.testing.assert_close(model(X), wanted)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_change_between_forward_and_backward_is_refused() -> None:
+    model = net()
+    GlobalPruner(model, 0.3, gamma=0.7)
+    loss = model(X).sum()
+    with torch.no_grad():
+        model[2].parametrizations.weight.original.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"between forward and backward|inplace operation"):
+        loss.backward()
+
+
+def test_two_pruners_of_one_module() -> None:
+    model = net()
+    first = GlobalPruner(model, 0.3)
+    second = GlobalPruner(model, 0.5, include=["0.bias", "2.bias"])
+    first.finalize()
+    second.finalize()
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(names) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    with pytest.raises(ValueError, match="twice"):
+        GlobalPruner([(model[0], "weight")] * 2, 0.5)

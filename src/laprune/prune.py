@@ -72,8 +72,9 @@ class GlobalPruner:
 
     Every pruned parameter becomes ``original * mask`` through :mod:`torch.nn.utils.parametrize`.
     The masks have together mass ``density * entries`` and hardness gamma while training, and are
-    exactly that many ones in evaluation. They are solved once for each change of the parameters, by
-    a hook in front of the model's forward; gradients flow through them into weights or scores.
+    exactly that many ones in evaluation. They are solved in front of every forward while training,
+    and in evaluation when a parameter has changed; gradients flow through them into weights or
+    scores.
 
     Args:
         model: a module, or (module, parameter name) pairs.
@@ -184,10 +185,12 @@ class GlobalPruner:
         for hook in self._hooks:
             hook.remove()
         for _, module, name in self._sites:
+            _own_class(module)
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         for module, order in self._orders.items():
             for name in order:
-                module._parameters[name] = module._parameters.pop(name)
+                if name in module._parameters:
+                    module._parameters[name] = module._parameters.pop(name)
         self._hooks = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,6 +223,15 @@ class GlobalPruner:
         return list(first.values())
 
 
+def _own_class(module: nn.Module) -> None:
+    """Give a parametrized module a class to itself: removing a parametrization takes the parameter
+    from the class, which deep copies of the module share."""
+    kind = type(module)
+    inherited = ("__dict__", "__weakref__")
+    body = {name: x for name, x in vars(kind).items() if name not in inherited}
+    module.__class__ = type(kind.__name__, kind.__bases__, body)
+
+
 def _check_part(x: float, name: str) -> None:
     if not 0 <= x <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {x:g}")
@@ -245,7 +257,10 @@ def _sites(
 ) -> list[tuple[str, nn.Module, str]]:
     """(full name, module, name) of all parameters that pass the filters."""
     if not isinstance(model, nn.Module):
-        return [(f"{i}.{name}", module, name) for i, (module, name) in enumerate(model)]
+        sites = [(f"{i}.{name}", module, name) for i, (module, name) in enumerate(model)]
+        if len({(id(module), name) for _, module, name in sites}) < len(sites):
+            raise ValueError("a parameter is listed twice")
+        return sites
     found = []
     for prefix, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -274,7 +289,8 @@ class _Masked(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         scores = weight if self.scores is None else self.scores
-        return weight * self.budget.mask(self.index, scores, weight).to(weight.dtype)
+        mask = self.budget.mask(self.index, scores, weight, self.training)
+        return weight * mask.to(weight.dtype)
 
 
 class _Budget:
@@ -291,11 +307,12 @@ class _Budget:
         self.index: list[int] = []
         self.sources: list[Tensor] = []  # weights or learned scores, one for each mask
         self.kept, self.gamma = 0, torch.tensor(0.0, dtype=torch.float64)
+        self.uncertain = True  # whether the training masks are soft at all
         self.training = True
         self._forget()
 
     def _forget(self) -> None:
-        self.seen: object = None
+        self.seen: tuple[object, ...] | None = None
         self.state: Tensor | None = None
         self.points: dict[torch.dtype, _Point] = {}
         self.hard: list[Tensor] | None = None
@@ -365,38 +382,52 @@ class _Budget:
     def set(self, kept: int, gamma: float) -> None:
         _check_part(kept / self.total, "density")
         _check_part(gamma, "gamma")
-        self.kept = kept
+        self.kept, self.uncertain = kept, gamma < 1 and 0 < kept < self.total
         self.gamma.fill_(gamma)
         self._forget()
 
     @torch.compiler.disable
     def before(self, module: nn.Module, _: object) -> None:
-        """In front of a forward: solve if anything changed."""
+        """In front of a forward of the whole: solve anew while training, and in evaluation if
+        anything changed. Not every optimiser leaves a trace on the parameters it changes."""
+        if module.training or self.training:
+            self._forget()
         self.training = module.training
         self.renew(module.training)
 
-    def renew(self, soft: bool) -> None:
+    def renew(self, training: bool) -> None:
+        """See to the masks that training or evaluation needs."""
         if isinstance(self.granularity, tuple):
             return
         for i, site in zip(self.index, self.lists, strict=True):
             source = self.sources[i]
             if self._source(site) is not source and not is_dtensor(source):
                 raise RuntimeError("parameters were replaced: call refresh() outside of forward")
-        seen = (*(x._version for x in self.sources), torch.is_grad_enabled())
+        seen = self._trace()
         if seen != self.seen:
             self._forget()
             self.seen = seen
-        soft = soft and bool(self.gamma < 1)
+        soft = training and self.uncertain
         if soft and self.state is None:
             k = torch.tensor([float(self.kept)], dtype=torch.float64, device=self.sources[0].device)
             gamma = self.gamma.to(k.device).reshape(1)
             self.state, status = _Barrier.apply(self, k, gamma, *self.sources)
             works = {torch.promote_types(x.dtype, torch.float32) for x in self.sources}
             self.points = {work: _Point.of(self.state.detach(), status, work) for work in works}
-        if not soft:
-            self.state = None
         if self.hard is None and (not soft or self.ste):
             self.hard = self.units(soft=False)
+
+    def _trace(self) -> tuple[object, ...]:
+        """What tells whether the masks are still those of the parameters."""
+        return (*((x._version, x.dtype) for x in self.sources), torch.is_grad_enabled())
+
+    def _stale(self, index: int, soft: bool) -> bool:
+        """Whether a layer that is called by itself finds no masks for its parameter as it is."""
+        if self.seen is None or (self.state is None if soft else self.hard is None):
+            return True
+        source = self.sources[index]
+        now = ((source._version, source.dtype), torch.is_grad_enabled())
+        return (self.seen[index], self.seen[-1]) != now
 
     def units(self, soft: bool) -> list[Tensor]:
         """The masks of the units, whole on every rank."""
@@ -418,19 +449,21 @@ class _Budget:
         mask = soft_topk(rows, n, self.gamma) if soft else hard_topk(rows, n)
         return like(mask.reshape(here.shape), score)
 
-    def mask(self, index: int, source: Tensor, weight: Tensor) -> Tensor:
+    def mask(self, index: int, source: Tensor, weight: Tensor, training: bool) -> Tensor:
         """The mask of one weight, from its source as it lies here."""
         if isinstance(self.granularity, tuple):
             score = self.scored(source)
-            mask = self._groups(score, soft=self.training)
-            if self.ste and self.training:
+            mask = self._groups(score, soft=training)
+            if self.ste and training:
                 mask = self._groups(score.detach(), soft=False) + (mask - mask.detach())
             return mask
-        if self.state is None and self.hard is None:
-            self.renew(self.training)
-        if self.state is None:
+        soft = training and self.uncertain
+        if not torch.compiler.is_compiling() and self._stale(index, soft):
+            self.renew(training)
+        if not soft:
             mask = self._hard(index, weight)
         else:
+            assert self.state is not None
             mask = _soft_mask(self.scored(source), self.state, self.points)
             if self.granularity == "channel":
                 mask = mask.reshape(-1, *[1] * (weight.dim() - 1))
@@ -545,6 +578,7 @@ class _Barrier(torch.autograd.Function):
         ctx: Any, budget: _Budget, k: Tensor, gamma: Tensor, *sources: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.sources, ctx.budget = sources, budget
+        ctx.versions = [x._version for x in sources]
         scores = [budget.scored(x.detach()) for x in sources]
         ctx.groups, ctx.owners = layout(scores)
         rows = [local(x).reshape(1, -1) for x in scores]
@@ -557,6 +591,8 @@ class _Barrier(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         k, gamma, state, info = ctx.rest
+        if [x._version for x in ctx.sources] != ctx.versions:
+            raise RuntimeError("a pruned parameter was changed between forward and backward")
         if ctx.groups:  # ranks see different data, and gradients are averaged over them
             exchange = Exchange(ctx.groups)
             grad = exchange.add(grad) / exchange.size

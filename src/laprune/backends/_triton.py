@@ -737,7 +737,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     pinned = seen & (t * SATURATED < gap) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (over_k != 0)
     tied = pinned & nearly_holds & ((by_b <= 1e-6) | late) & (FIXED == 0)
 
-    # Newton's step in log t, inside its bracket; b follows linearly in t, and its own step is one in
+    # Newton's step in log t, inside its bracket; b follows linearly in t, and its own step is in
     # units of the new t. A short step in t means little beside a long one in b.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
     steep = slope <= -0.2

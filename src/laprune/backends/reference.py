@@ -229,8 +229,10 @@ def _move_both(
     target: Tensor,
     fixed: bool,
 ) -> _Point:
-    """Newton in log t, inside its bracket; b follows linearly in t, as it does at both ends, and its
-    own step is one in units of the new t: the two meet in no product of their sizes then."""
+    """Newton in log t, inside its bracket; b follows linearly in t, as it does at both ends.
+
+    Its own step is one in units of the new t: what is left has no product of the two steps' sizes.
+    """
     fine = e.reduced.abs() <= 1e-7
     certain = solved & ~fine
     tau_lo = torch.where(certain & (e.reduced > 0), torch.maximum(at.tau_lo, at.tau), at.tau_lo)
