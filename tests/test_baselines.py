@@ -613,3 +613,27 @@ def test_smooth_loss_names_bad_arguments() -> None:
         baselines.smooth_topk_loss(scores, labels, 2, 0.0)
     with pytest.raises(ValueError, match="labels"):
         baselines.smooth_topk_loss(scores, labels[:1], 2)
+
+
+def test_a_network_made_in_inference_trains_later() -> None:
+    scores = torch.randn(13, requires_grad=True)
+    sorting._bitonic_layers.cache_clear()
+    with torch.inference_mode():
+        bitonic_topk(scores.detach(), 3)
+    bitonic_topk(scores, 3)[0].backward()
+    assert scores.grad is not None
+
+
+@pytest.mark.parametrize("name", ["paper", "lapsum"])
+def test_second_derivatives_that_would_be_wrong_are_refused(name: str) -> None:
+    scores = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    (d,) = torch.autograd.grad(
+        baselines.get(name)(scores, 3).square().sum(), scores, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match=r"not have been used|once_differentiable"):
+        torch.autograd.grad(d.sum(), scores)
+
+
+@pytest.mark.parametrize("name", ["neuralsort", "softsort"])
+def test_no_rows_give_no_rows(name: str) -> None:
+    assert baselines.get(name)(torch.empty(0, 5), 2).shape == (0, 5)

@@ -136,6 +136,12 @@ def edges(rank: int, world: int) -> None:
         distributed.gated_topk(own[0], 30, 0.8, mask=own[1]),
         shard(laprune.gated_topk(r, 30, 0.8, mask=may), rank, world),
     )
+    here, whole = own[0].clone().requires_grad_(), r.clone().requires_grad_()
+    distributed.gated_topk(here, 30, 0.8, mask=own[1], mode="ste").square().sum().backward()
+    laprune.gated_topk(whole, 30, 0.8, mask=may, mode="ste").square().sum().backward()
+    close(here.grad, shard(whole.grad, rank, world))
+    with pytest.raises(ValueError, match="shape of values"):
+        distributed.gated_topk(own[0], 30, 0.8, scores=own[0][None])
     ste = distributed.soft_topk(own[0], 30, 0.8, mode="ste")
     close(ste, shard(laprune.hard_topk(r, 30), rank, world))
     with warnings.catch_warnings():

@@ -432,3 +432,16 @@ def test_a_chosen_backend_lasts_as_long_as_its_block() -> None:
             _ = 1 / 0
         assert pick(r) is reference
     assert pick(r) is before
+
+
+def test_the_default_device_is_not_that_of_the_scores(backend: str) -> None:
+    r = normal(3, 50).requires_grad_()
+    wanted = laprune.soft_topk(r, 5, 0.5)
+    joint = laprune.global_topk([r], 5, 0.5)[0]
+    with torch.device("meta"):
+        p = laprune.soft_topk(r, 5, 0.5)
+        q = laprune.global_topk([r], 5, 0.5)[0]
+    torch.testing.assert_close(p, wanted)
+    torch.testing.assert_close(q, joint)
+    p.square().sum().backward()
+    assert r.grad is not None

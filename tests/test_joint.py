@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -243,3 +244,13 @@ def test_infeasible_budgets_warn() -> None:
         warnings.simplefilter("always")
         laprune.global_topk([torch.tensor([1.0, -INF])], 2, 0.5)
     assert "fewer eligible entries than k" in str(seen[0].message)
+
+
+def test_named_tuples_come_back_as_such() -> None:
+    class Pair(NamedTuple):
+        a: Tensor
+        b: Tensor
+
+    found = laprune.global_topk(Pair(normal(3), normal(4)), 2, 0.5)
+    assert type(found) is Pair
+    assert (found.a.sum() + found.b.sum()).item() == pytest.approx(2)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
 from conftest import normal, realised
 
 import laprune
+from laprune.losses import TopKCrossEntropy
 from laprune.nn import SoftTopK
+from laprune.sae import TopKActivation
 from laprune.schedules import GammaScheduler, constant, cosine, linear
 
 SCORES = normal(3, 8)
@@ -178,3 +181,56 @@ def test_diagnostics_of_a_lost_row_are_lost_and_the_others_are_not(backend: str)
     for field in (d.mass, d.gamma, d.overlap):
         assert field.isnan().tolist() == [False, True, False]
     assert d.gamma[[0, 2]].tolist() == pytest.approx([0.7, 0.7])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_change_of_type_rounds_gamma(dtype: torch.dtype) -> None:
+    for module in (SoftTopK(2, 0.9999), TopKActivation(2, 0.9999), TopKCrossEntropy(2, 0.9999)):
+        assert module.to(dtype).gamma.item() == 0.9999
+        assert module.gamma.dtype == torch.float64
+
+
+def test_gamma_may_move_between_forward_and_backward() -> None:
+    layer, scores = SoftTopK(2, 0.5), SCORES.clone().requires_grad_()
+    p = layer(scores)
+    layer.set_gamma(0.9)
+    p[:, 0].sum().backward()
+    expected = torch.autograd.grad(laprune.soft_topk(scores, 2, 0.5)[:, 0].sum(), scores)[0]
+    torch.testing.assert_close(scores.grad, expected)
+
+
+def test_scheduler_passes_over_losses_without_gamma() -> None:
+    layer = SoftTopK(2)
+    GammaScheduler(
+        torch.nn.ModuleList([layer, TopKCrossEntropy(2, temperature=1.0)]), constant(0.3)
+    )
+    assert layer.gamma.item() == 0.3
+
+
+def test_schedules_can_be_pickled() -> None:
+    for schedule in (linear(0.0, 0.9, 5), cosine(0.1, 0.9, 5), constant(0.4)):
+        again = pickle.loads(pickle.dumps(schedule))
+        assert [again(i) for i in range(6)] == [schedule(i) for i in range(6)]
+
+
+def test_module_on_no_device_shows_itself() -> None:
+    assert "gamma=?" in repr(SoftTopK(2).to("meta"))
+
+
+def test_module_refuses_a_negative_k() -> None:
+    with pytest.raises(ValueError, match="k must not be negative"):
+        SoftTopK(-1)
+
+
+def test_diagnostics_broadcast_what_is_eligible() -> None:
+    scores, may = normal(2, 5, 5), normal(5, 5, seed=1) > -0.5
+    may[0] = True
+    p = laprune.soft_topk(scores, 1.5, 0.8, dim=1, mask=may)
+    found = laprune.diagnostics(p, dim=1, eligible=may)
+    wanted = laprune.diagnostics(p, dim=1, eligible=may.expand(2, 5, 5).contiguous())
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_diagnostics_of_a_row_of_nan_are_nan() -> None:
+    assert all(x.isnan() for x in laprune.diagnostics(torch.full((4,), torch.nan)))

@@ -348,3 +348,29 @@ def test_bad_arguments_are_named() -> None:
         SparseAutoencoder(4, 8, 9)
     with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
         Trainer(SparseAutoencoder(4, 8, 2), epochs=0)
+
+
+def test_an_empty_batch_passes() -> None:
+    activation = BatchTopKActivation(2, mode="hard")
+    assert activation(torch.empty(0, 6)).shape == (0, 6)
+    assert activation.batches == 0
+
+
+def test_an_activation_of_no_layers_is_one() -> None:
+    sae = SparseAutoencoder(4, 8, 2, activation=torch.nn.Sequential())
+    assert isinstance(sae.activation, torch.nn.Sequential)
+
+
+def test_a_direction_of_length_zero_stays() -> None:
+    sae = SparseAutoencoder(4, 8, 2)
+    with torch.no_grad():
+        sae.decoder[3] = 0
+    sae.normalise_decoder()
+    assert (sae.decoder[3] == 0).all()
+    torch.testing.assert_close(sae.decoder.norm(dim=-1)[4:], torch.ones(4))
+
+
+def test_copies_are_fitted_together() -> None:
+    sae = SparseAutoencoder(4, 8, 2, copies=3)
+    history = Trainer(sae, epochs=2, batch_size=10).fit(normal(25, 4).float(), progress=False)
+    assert history[1].loss < history[0].loss

@@ -347,3 +347,26 @@ def test_without_scikit_learn_the_gate_works_and_the_selector_says_what_to_insta
         "torch.Size([1, 4])",
         "LaPruneSelector needs scikit-learn: pip install 'laprune[select]'",
     ]
+
+
+def test_classes_must_be_classes() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 30, 4))
+    for target in (y[:, 0], y[:, :2]):
+        with pytest.raises(ValueError, match="Unknown label type"):
+            LaPruneSelector(2, task="classification", max_epochs=2).fit(x, target)
+
+
+def test_the_default_type_does_not_matter() -> None:
+    x, y = load_iris(return_X_y=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert LaPruneSelector(2, max_epochs=3, random_state=0).fit(x, y).support_.sum() == 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_estimator_must_give_a_number_for_each_output() -> None:
+    x, y = load_iris(return_X_y=True)
+    flat = lambda n, outputs: torch.nn.Sequential(torch.nn.Linear(n, 1), torch.nn.Flatten(0))  # noqa: E731
+    with pytest.raises(ValueError, match="number"):
+        LaPruneSelector(2, max_epochs=2, estimator=flat).fit(x, y * 1.3)

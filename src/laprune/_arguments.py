@@ -21,7 +21,8 @@ def number(x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor
     if isinstance(x, Tensor):
         if x.dtype == torch.bool or x.is_complex():
             raise TypeError(f"{name} must be real, got {x.dtype}")
-        x = broadcast(x.to(device, work), shape, name)
+        # A copy: a buffer may change between forward and backward.
+        x = broadcast(x.to(device, work, copy=True), shape, name)
         return x.reshape(count)
     if isinstance(x, bool) or not isinstance(x, Real | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
@@ -56,6 +57,18 @@ def check_floating(x: Tensor, name: str) -> None:
     if given not in _FLOATING:
         raise TypeError(
             f"{name} must be a float64, float32, float16 or bfloat16 tensor, got {given}"
+        )
+
+
+def check_gate(values: Tensor, scores: Tensor | None) -> None:
+    check_floating(values, "values")
+    if scores is None:
+        return
+    check_floating(scores, "scores")
+    if scores.shape != values.shape:
+        raise ValueError(
+            f"scores must have the shape of values, {tuple(values.shape)}, "
+            f"got {tuple(scores.shape)}"
         )
 
 

@@ -41,17 +41,17 @@ def diagnostics(
         eligible: the ``mask`` the operator was called with, if any: other entries are left out.
     """
     p = mask.mask if isinstance(mask, Solution) else mask
-    p = p.detach().to(torch.float64).movedim(dim, -1)
+    shape, p = p.shape, p.detach().to(torch.float64).movedim(dim, -1)
     ok = (
         torch.ones_like(p)
         if eligible is None
-        else eligible.movedim(dim, -1).expand(p.shape).to(p.dtype)
+        else eligible.expand(shape).movedim(dim, -1).to(p.dtype)
     )
     n = ok.sum(-1)
     mass = (p * ok).sum(-1)
     spread = ((p - (mass / n)[..., None]).square() * ok).sum(-1)
     softness = (p * (1 - p) * ok).sum(-1)
-    binary = ((p < eps) | (p > 1 - eps)).to(p.dtype)
+    binary = torch.where(p.isnan(), p, ((p < eps) | (p > 1 - eps)).to(p.dtype))
     # A row of NaN has no k: any will do, since what is made of it is NaN again.
     top = hard_topk(p, mass.round().clamp(min=1).nan_to_num(1.0))
     return Diagnostics(

@@ -20,7 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._arguments import Mode, Number, check_dim, check_floating, check_mode, masked, number
+from ._arguments import (
+    Mode,
+    Number,
+    check_dim,
+    check_floating,
+    check_gate,
+    check_mode,
+    masked,
+    number,
+)
 from ._mesh import is_dtensor, like, names, part, whole
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
@@ -143,10 +152,14 @@ def gated_topk(
     mode: Mode = "soft",
 ) -> Tensor:
     """``values * soft_topk(scores, k, gamma)``, the scores being the values if None."""
+    check_gate(values, scores)
     chosen_by = values if scores is None else scores
     chosen = soft_topk(chosen_by, k, gamma, group=group, dim=dim, mask=mask, mode=mode)
     # What is excluded may be -inf, and 0 * -inf is no gate.
-    return chosen * torch.where(chosen.detach() == 0, torch.zeros_like(values), values)
+    excluded = chosen_by.detach() == -torch.inf
+    if mask is not None:
+        excluded = excluded | ~mask
+    return chosen * torch.where(excluded, torch.zeros_like(values), values)
 
 
 def global_topk(

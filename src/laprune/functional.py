@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._arguments import Mode as Mode
 from ._arguments import Number as Number
-from ._arguments import check_dim, check_floating, check_mode, masked, number
+from ._arguments import check_dim, check_floating, check_gate, check_mode, masked, number
 from ._mesh import is_dtensor
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
@@ -178,15 +178,9 @@ def gated_topk(
     if is_dtensor(values):
         return _spread().gated_topk(values, k, gamma, scores=scores, dim=dim, mask=mask, mode=mode)
     check_mode(mode)
-    check_floating(values, "values")
+    check_gate(values, scores)
     own = None
     if scores is not None:
-        check_floating(scores, "scores")
-        if scores.shape != values.shape:
-            raise ValueError(
-                f"scores must have the shape of values, {tuple(values.shape)}, "
-                f"got {tuple(scores.shape)}"
-            )
         scores = scores.to(torch.promote_types(scores.dtype, values.dtype))
         own = _Rows(values, dim, None).rows
     chosen_by = values if scores is None else scores

@@ -67,6 +67,8 @@ def flatten(tensors: object, name: str) -> tuple[list[str], list[Tensor]]:
 def rebuild(tensors: Tensors, leaves: list[Tensor]) -> Tensors:
     if isinstance(tensors, dict):
         return dict(zip(tensors, leaves, strict=True))
+    if hasattr(tensors, "_fields"):  # a named tuple
+        return type(tensors)(*leaves)
     return type(tensors)(leaves)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_floating
+from ._gamma import HasGamma
 from .backends import Status
 from .functional import Number, _solution, lapsum_topk, soft_topk
 
@@ -85,7 +86,7 @@ def topk_cross_entropy(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-class TopKCrossEntropy(torch.nn.Module):
+class TopKCrossEntropy(HasGamma):
     """:func:`topk_cross_entropy` as a module; gamma is a buffer that a scheduler can move.
 
     >>> loss = TopKCrossEntropy(k=2, gamma=0.8)
@@ -95,8 +96,6 @@ class TopKCrossEntropy(torch.nn.Module):
     Arguments as in the function. :class:`laprune.schedules.GammaScheduler` finds it in a model, or
     takes it as the model.
     """
-
-    gamma: Tensor | None
 
     def __init__(
         self,
@@ -116,18 +115,7 @@ class TopKCrossEntropy(torch.nn.Module):
         self.k, self.temperature = k, temperature
         self.min_temperature, self.detach_temperature = min_temperature, detach_temperature
         self.operator, self.floor, self.reduction = operator, floor, reduction
-        here = None if gamma is None else torch.empty((), dtype=torch.float64)
-        self.register_buffer("gamma", here)
-        if gamma is not None:
-            self.set_gamma(gamma)
-
-    def set_gamma(self, gamma: float) -> None:
-        """Change the hardness in place."""
-        if self.gamma is None:
-            raise ValueError("this loss was made without a gamma")
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.gamma.fill_(gamma)
+        self._start(gamma)
 
     def forward(self, scores: Tensor, target: Tensor) -> Tensor:
         return topk_cross_entropy(
@@ -145,9 +133,8 @@ class TopKCrossEntropy(torch.nn.Module):
 
     def extra_repr(self) -> str:
         shown = {"k": self.k, "temperature": self.temperature, "floor": self.floor}
-        if self.gamma is not None:
-            shown["gamma"] = self.gamma.item()
-        return ", ".join(f"{name}={x:g}" for name, x in shown.items() if x is not None)
+        parts = [f"{name}={x:g}" for name, x in shown.items() if x is not None]
+        return ", ".join(parts if self.gamma is None else [*parts, f"gamma={self._shown_gamma()}"])
 
 
 def _entry(x: Tensor, target: Tensor) -> Tensor:

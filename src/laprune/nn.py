@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ._arguments import check_mode
+from ._gamma import HasGamma
 from .functional import Mode, Number, hard_topk, soft_topk
 
 
-class SoftTopK(torch.nn.Module):
+class SoftTopK(HasGamma):
     """A soft top-k mask over scores while training, the hard one in evaluation.
 
     >>> layer = SoftTopK(k=2, gamma=0.8)
@@ -37,15 +38,11 @@ class SoftTopK(torch.nn.Module):
         hard_eval: bool = True,
     ) -> None:
         super().__init__()
+        if not isinstance(k, Tensor) and not k >= 0:
+            raise ValueError(f"k must not be negative, got {k}")
+        check_mode(mode)
         self.k, self.dim, self.mode, self.hard_eval = k, dim, mode, hard_eval
-        self.register_buffer("gamma", torch.empty((), dtype=torch.float64))
-        self.set_gamma(gamma)
-
-    def set_gamma(self, gamma: float) -> None:
-        """Change the hardness in place."""
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.gamma.fill_(gamma)
+        self._start(gamma)
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.hard_eval and not self.training:
@@ -53,4 +50,4 @@ class SoftTopK(torch.nn.Module):
         return soft_topk(scores, self.k, self.gamma, dim=self.dim, mask=mask, mode=self.mode)
 
     def extra_repr(self) -> str:
-        return f"k={self.k}, gamma={self.gamma.item():g}, dim={self.dim}, mode={self.mode!r}"
+        return f"k={self.k}, gamma={self._shown_gamma()}, dim={self.dim}, mode={self.mode!r}"

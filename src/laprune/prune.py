@@ -19,6 +19,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -111,7 +112,7 @@ class GlobalPruner:
         if scores not in ("magnitude", "learned"):
             raise ValueError(f"scores must be 'magnitude' or 'learned', got {scores!r}")
         self._density = _density(density, granularity)
-        self._gamma = constant(gamma) if isinstance(gamma, int | float) else gamma
+        self._gamma = _scheduled(gamma, "gamma")
         _check_part(self._density(0), "density")
         _check_part(self._gamma(0), "gamma")
         sites = _sites(model, include, exclude)
@@ -164,8 +165,9 @@ class GlobalPruner:
         soft, hard = budget.units(soft=True), budget.units(soft=False)
         for name, p, kept in zip(self._names(), soft, hard, strict=True):
             n, ones = p.numel(), int(kept.sum())
-            near = ((p < 1e-3) | (p > 1 - 1e-3)).sum().item() / n
-            layers[name] = LayerReport(n, ones, ones / n, p.double().sum().item(), near)
+            some = max(n, 1)
+            near = ((p < 1e-3) | (p > 1 - 1e-3)).sum().item() / some
+            layers[name] = LayerReport(n, ones, ones / some, p.double().sum().item(), near)
         n, ones = (sum(getattr(x, f) for x in layers.values()) for f in ("entries", "kept"))
         near = sum(x.near_binary * x.entries for x in layers.values()) / n
         mass = sum(x.mass for x in layers.values())
@@ -249,7 +251,14 @@ def _density(density: float | Schedule | None, granularity: Granularity) -> Sche
         raise ValueError(f"granularity must be 'weight', 'channel' or (n, m), got {granularity!r}")
     if density is None:
         raise ValueError("density is missing: a number in [0, 1] or a schedule")
-    return constant(density) if isinstance(density, int | float) else density
+    return _scheduled(density, "density")
+
+
+def _scheduled(x: float | Schedule, name: str) -> Schedule:
+    if not isinstance(x, Real):
+        return x  # type: ignore[return-value]
+    _check_part(float(x), name)
+    return constant(float(x))
 
 
 def _sites(
@@ -306,7 +315,7 @@ class _Budget:
         self.lists: list[parametrize.ParametrizationList] = []
         self.index: list[int] = []
         self.sources: list[Tensor] = []  # weights or learned scores, one for each mask
-        self.kept, self.gamma = 0, torch.tensor(0.0, dtype=torch.float64)
+        self.kept, self.gamma = 0, torch.tensor(0.0, dtype=torch.float64, device="cpu")
         self.uncertain = True  # whether the training masks are soft at all
         self.training = True
         self._forget()

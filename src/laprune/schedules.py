@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ Schedule = Callable[[int], float]
 def linear(start: float, end: float, steps: int) -> Schedule:
     """From ``start`` at step 0 to ``end`` at step ``steps - 1``, and ``end`` from there on."""
     _check(start, end, steps)
-    return lambda step: start + (end - start) * _progress(step, steps)
+    return functools.partial(_linear, start, end, steps)
 
 
 def cosine(start: float, end: float, steps: int) -> Schedule:
@@ -29,15 +30,22 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     [0.0, 0.146, 0.5, 0.854, 1.0]
     """
     _check(start, end, steps)
-    return lambda step: (
-        start + (end - start) * 0.5 * (1 - math.cos(math.pi * _progress(step, steps)))
-    )
+    return functools.partial(_cosine, start, end, steps)
 
 
 def constant(value: float) -> Schedule:
     """The same hardness at every step."""
     _check(value, value, 1)
-    return lambda step: value
+    return functools.partial(_linear, value, value, 1)
+
+
+# Functions of their own, so that what holds a schedule can be pickled.
+def _linear(start: float, end: float, steps: int, step: int) -> float:
+    return start + (end - start) * _progress(step, steps)
+
+
+def _cosine(start: float, end: float, steps: int, step: int) -> float:
+    return start + (end - start) * 0.5 * (1 - math.cos(math.pi * _progress(step, steps)))
 
 
 def _progress(step: int, steps: int) -> float:
@@ -69,7 +77,11 @@ class GammaScheduler:
     """
 
     def __init__(self, model: torch.nn.Module, schedule: Schedule, last_step: int = 0) -> None:
-        self.layers = [m for m in model.modules() if callable(getattr(m, "set_gamma", None))]
+        self.layers = [
+            m
+            for m in model.modules()
+            if callable(getattr(m, "set_gamma", None)) and getattr(m, "gamma", 0.0) is not None
+        ]
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no layer with a gamma to schedule")
         self.schedule = schedule

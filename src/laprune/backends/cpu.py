@@ -65,8 +65,8 @@ def solve(
     v = (r if values is None else _plain(values, work)) if gated else None
     k, hardness = _plain(k, torch.float64), _plain(hardness, torch.float64)
     out = torch.empty_like(r)
-    state = torch.empty(len(r), STATE_SIZE, dtype=torch.float64)
-    info = torch.empty(len(r), INFO_SIZE, dtype=torch.int32)
+    state = r.new_empty(len(r), STATE_SIZE, dtype=torch.float64)
+    info = r.new_empty(len(r), INFO_SIZE, dtype=torch.int32)
     _call(
         "solve", work, *map(_pointer, (r, v, out)), *_sizes(r), *map(_pointer, (k, hardness)),
         ctypes.c_int(fixed), *map(_pointer, (state, info)),
@@ -129,14 +129,14 @@ def _pointers(pieces: Sequence[Tensor]) -> Any:
 
 def look(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """As :func:`pieces.look`."""
-    out = torch.empty(len(like), 5, dtype=torch.float64)
+    out = like.new_empty(len(like), 5, dtype=torch.float64)
     _call("look", pieces[0].dtype, *_pieces(pieces), _pointer(out))
     return out
 
 
 def sums(pieces: Sequence[Tensor], points: Tensor, out: Sequence[Tensor] | None = None) -> Tensor:
     """As :func:`pieces.sums`."""
-    total = torch.empty(len(points), 13, dtype=torch.float64)
+    total = points.new_empty(len(points), 13, dtype=torch.float64)
     masks, points = None if out is None else _pointers(out), points.contiguous()
     _call(
         "sums", pieces[0].dtype, *_pieces(pieces), _pointer(points), masks, _pointer(total)
@@ -146,8 +146,8 @@ def sums(pieces: Sequence[Tensor], points: Tensor, out: Sequence[Tensor] | None 
 
 def start(sample: Tensor, part: Tensor, target: Tensor, fixed: bool) -> tuple[Tensor, Tensor]:
     """As :func:`pieces.start`."""
-    out = torch.empty(len(sample), 3, dtype=torch.float64)
-    found = torch.empty(len(sample), dtype=torch.int32)
+    out = sample.new_empty(len(sample), 3, dtype=torch.float64)
+    found = sample.new_empty(len(sample), dtype=torch.int32)
     sample, part, target = sample.contiguous(), part.contiguous(), target.contiguous()
     _call(
         "start", sample.dtype, _pointer(sample), *_sizes(sample), *map(_pointer, (part, target)),
@@ -169,10 +169,10 @@ def iterate(
     """As :func:`pieces.iterate`; asks for the mask in the pass that should be the last."""
     native, rows = library(), len(k)
     assert native is not None
-    memory = torch.empty(rows * native.laprune_iteration_size(), dtype=torch.uint8)
-    points = torch.empty(rows, 4, dtype=torch.float64)
-    means = torch.zeros(rows, 2, dtype=torch.float64)
-    info = torch.empty(rows, INFO_SIZE, dtype=torch.int32)
+    memory = k.new_empty(rows * native.laprune_iteration_size(), dtype=torch.uint8)
+    points = k.new_empty(rows, 4, dtype=torch.float64)
+    means = k.new_zeros(rows, 2, dtype=torch.float64)
+    info = k.new_empty(rows, INFO_SIZE, dtype=torch.int32)
     limits = (ctypes.c_double * 3)(*tol, MAX_Z[dtype])
     inputs = [x.to(torch.float64).contiguous() for x in (n, k, target, begin)]
     native.laprune_begin(
@@ -191,7 +191,7 @@ def iterate(
 
 def digits(pieces: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
     """As :func:`pieces.digits`."""
-    counts, prefix = torch.zeros(len(prefix), 256, dtype=torch.int64), prefix.contiguous()
+    counts, prefix = prefix.new_zeros(len(prefix), 256, dtype=torch.int64), prefix.contiguous()
     _call(
         "digits", pieces[0].dtype, *_pieces(pieces), _pointer(prefix), ctypes.c_int(shift),
         _pointer(counts),
@@ -213,7 +213,7 @@ def moments(
     pieces: Sequence[Tensor], grads: Sequence[Tensor], state: Tensor, status: Tensor
 ) -> Tensor:
     """As :func:`pieces.moments`."""
-    out = torch.empty(len(state), 8, dtype=torch.float64)
+    out = state.new_empty(len(state), 8, dtype=torch.float64)
     given = [x.contiguous() for x in (state, status)]
     _call(
         "moments", pieces[0].dtype, *_pieces(pieces), _pointers(grads),

@@ -63,8 +63,8 @@ class Exchange:
         """Refuse, on every rank, what is not the same on all; return ``own`` of every rank."""
         if not self.groups:
             return [own]
-        values = torch.tensor([*header.values(), *own], dtype=torch.float64)
-        seen = self.gather(values.to(device)).tolist()
+        values = torch.tensor([*header.values(), *own], dtype=torch.float64, device=device)
+        seen = self.gather(values).tolist()
         for column, (name, mine) in enumerate(header.items()):
             for rank, row in enumerate(seen):
                 if row[column] != seen[0][column]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from laprune.baselines._common import constant_mask, rows_of
 
@@ -79,6 +80,7 @@ class _LapSum(torch.autograd.Function):
         return torch.where(z > 0, 1 - q, q)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         r, b = ctx.saved_tensors
         log_density = -((r - b) / ctx.t).abs()

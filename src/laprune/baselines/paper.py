@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from laprune.baselines._common import constant_mask, rows_of
 from laprune.baselines.hard import hard_mask
@@ -204,6 +205,7 @@ class _PaperMask(torch.autograd.Function):
         return _laplace(r, b, t)[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         r, b, t = ctx.saved_tensors
         z, p, d = _laplace(r, b, t)

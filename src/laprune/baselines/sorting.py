@@ -32,7 +32,7 @@ def _sum_of_softmax_rows(logits: _Logits, weights: Tensor, rows: int, ranks: int
     `logits(slice)` returns `(rows, ranks, n)`; the first `ranks` weights are not zero.
     """
     n = weights.shape[0]
-    chunk = max(1, CHUNK_ENTRIES // (rows * n))
+    chunk = max(1, CHUNK_ENTRIES // max(1, rows * n))
 
     def part(ranks: slice) -> Tensor:
         return torch.einsum("k,bkn->bn", weights[ranks], logits(ranks).softmax(-1))
@@ -118,15 +118,16 @@ def _bitonic_layers(n: int, device: torch.device) -> tuple[_Layer, ...]:
     that reach past wire n, where the padding to a power of two would be, can be dropped.
     """
     layers = []
-    wire = torch.arange(n, device=device)
     size = 2
-    while size < 2 * n:
-        flips = [size - 1] + [size >> j for j in range(2, size.bit_length())]
-        for flip in flips:
-            partner = wire ^ flip
-            low = wire[(partner > wire) & (partner < n)]
-            layers.append((low, low ^ flip))
-        size *= 2
+    with torch.inference_mode(False):  # they are kept, and may be needed for a gradient later
+        wire = torch.arange(n, device=device)
+        while size < 2 * n:
+            flips = [size - 1] + [size >> j for j in range(2, size.bit_length())]
+            for flip in flips:
+                partner = wire ^ flip
+                low = wire[(partner > wire) & (partner < n)]
+                layers.append((low, low ^ flip))
+            size *= 2
     return tuple(layers)
 
 

@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laprune._gamma import HasGamma
 from laprune.functional import gated_topk, hard_topk, soft_topk
 
 Mode = Literal["soft", "ste", "hard"]
 PostAct = Literal["relu"]
 
 
-class TopKActivation(torch.nn.Module):
+class TopKActivation(HasGamma):
     """``u`` times a top-k mask of mass k over the last dimension; the hard one in evaluation.
 
     >>> activation = TopKActivation(k=2, gamma=0.8)
@@ -48,14 +49,7 @@ class TopKActivation(torch.nn.Module):
         if postact not in (None, "relu"):
             raise ValueError(f"postact must be None or 'relu', got {postact!r}")
         self.k, self.mode, self.postact = k, mode, postact
-        self.register_buffer("gamma", torch.empty((), dtype=torch.float64))
-        self.set_gamma(gamma)
-
-    def set_gamma(self, gamma: float) -> None:
-        """Change the hardness in place."""
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.gamma.fill_(gamma)
+        self._start(gamma)
 
     def forward(self, u: Tensor) -> Tensor:
         return self._train(u) if self.training else self.deploy(u)
@@ -103,7 +97,7 @@ class TopKActivation(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"k={self.k}, gamma={self.gamma.item():g}, mode={self.mode!r}, postact={self.postact!r}"
+            f"k={self.k}, gamma={self._shown_gamma()}, mode={self.mode!r}, postact={self.postact!r}"
         )
 
 
@@ -168,6 +162,8 @@ class BatchTopKActivation(TopKActivation):
         return rows, k if self.mode == "soft" else max(1, round(k))
 
     def _train(self, u: Tensor) -> Tensor:
+        if u.numel() == 0:
+            return self._rectified(u)
         rows, k = self._rows(u.detach())
         self._learn(rows, max(1, round(k)))
         return super()._train(u)

@@ -84,7 +84,9 @@ class SparseAutoencoder(torch.nn.Module):
         self.pre_bias = torch.nn.Parameter(torch.zeros(*lead, d))
         if activation is None and batch:
             activation = BatchTopKActivation(k, gamma, mode, postact, copies=copies)
-        self.activation = activation or TopKActivation(k, gamma, mode, postact)
+        if activation is None:
+            activation = TopKActivation(k, gamma, mode, postact)
+        self.activation = activation
 
     def scores(self, x: Tensor) -> Tensor:
         """Latents before the mask."""
@@ -143,7 +145,7 @@ class SparseAutoencoder(torch.nn.Module):
     @torch.no_grad()
     def normalise_decoder(self) -> None:
         """Bring every direction back to unit norm; call it after each step of the optimiser."""
-        self.decoder.div_(self.decoder.norm(dim=-1, keepdim=True))
+        self.decoder.copy_(torch.nn.functional.normalize(self.decoder, dim=-1))
 
     @torch.no_grad()
     def project_gradient(self) -> None:

@@ -14,15 +14,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from dictionary_learning.trainers.top_k import AutoEncoderTopK, TopKTrainer
 from torch import Tensor
 
+from laprune._gamma import HasGamma
 from laprune.functional import Mode, gated_topk
 from laprune.schedules import Schedule, constant
 
 
-class LaPruneDictionary(AutoEncoderTopK):
+class LaPruneDictionary(AutoEncoderTopK, HasGamma):
     """``AutoEncoderTopK`` whose codes are soft while training, and as ever in evaluation.
 
     The top-k values and indices it gives beside the codes are the hard ones, so that the trainer
@@ -30,31 +30,28 @@ class LaPruneDictionary(AutoEncoderTopK):
     """
 
     gamma: Tensor
+    encoder: Any
+    b_dec: Any
+    k: Any
 
     def __init__(
         self, activation_dim: int, dict_size: int, k: int, gamma: float = 0.9, mode: Mode = "soft"
     ) -> None:
         super().__init__(activation_dim, dict_size, k)
-        self.mode, self._budget = mode, k
+        self.mode = mode
         # Not saved, so that a stock dictionary can load what is.
-        self.register_buffer("gamma", torch.empty((), dtype=torch.float64), persistent=False)
-        self.set_gamma(gamma)
-
-    def set_gamma(self, gamma: float) -> None:
-        """Change the hardness in place."""
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.gamma.fill_(gamma)
+        self._start(gamma, persistent=False)
 
     def encode(self, x: Tensor, return_topk: bool = False, use_threshold: bool = False) -> Any:
         if use_threshold or not self.training:
             return super().encode(x, return_topk, use_threshold)
         u = self.encoder(x - self.b_dec)
         rectified = u.relu()
-        codes = gated_topk(rectified, self._budget, self.gamma, scores=u, mode=self.mode)
+        k = int(self.k)  # a buffer, which trainers may anneal
+        codes = gated_topk(rectified, k, self.gamma, scores=u, mode=self.mode)
         if not return_topk:
             return codes
-        top = rectified.topk(self._budget, sorted=False, dim=-1)
+        top = rectified.topk(k, sorted=False, dim=-1)
         return codes, top.values, top.indices, rectified
 
 

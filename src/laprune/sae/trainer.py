@@ -113,7 +113,10 @@ class Trainer:
                 if self.scheduler is not None:
                     self.scheduler.load_state_dict({"last_step": len(self.history)})
                 for rows in self._batches(len(x)):
-                    self._sum += self.step(x[rows].to(self.sae.decoder.device)) * len(rows)
+                    some = x[rows].to(self.sae.decoder.device)
+                    if self.sae.decoder.dim() == 3:  # copies, which all see the same samples
+                        some = some.expand(len(self.sae.decoder), -1, -1)
+                    self._sum += self.step(some).mean() * len(rows)
                     self._done += 1
                 self._end_epoch(len(x))
                 if checkpoint is not None:

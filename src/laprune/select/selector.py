@@ -152,7 +152,8 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
     def _train(self, data: _Data, k: int, schedule: Schedule, device: torch.device) -> None:
         varying = data.varying if data.varying.sum() >= k else None
         gate = FeatureGate(data.x.shape[1], k, eligible=varying)
-        model = nn.Sequential(gate, self._model(data.x.shape[1], data.outputs)).to(device)
+        model = nn.Sequential(gate, self._model(data.x.shape[1], data.outputs))
+        model = model.to(device, torch.float32)  # as the samples, whatever the default
         scheduler = GammaScheduler(gate, schedule)
         groups: list[dict[str, Any]] = [
             {"params": gate.parameters()},
@@ -170,7 +171,7 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
             if data.held_out is not None:
                 loss = _deployed_loss(model, data)
                 history.setdefault("validation_loss", []).append(loss)
-                if loss < best_loss:
+                if loss < best_loss or epoch == 0:
                     best, best_loss, self.best_epoch_ = gate.scores.detach().clone(), loss, epoch
             self._report(epoch, history)
         if data.held_out is None:
@@ -225,7 +226,7 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
         """Class indices, or standardised float targets with one column per output."""
         kind = type_of_target(y, input_name="y")
         task = _TARGETS.get(kind) if self.task == "auto" else self.task
-        if task is None or (task == "classification" and kind not in _TARGETS):
+        if task is None or (task == "classification" and _TARGETS.get(kind) != task):
             raise ValueError(f"Unknown label type: {kind}: y is neither classes nor real numbers")
         if task == "classification":
             encoder = LabelEncoder()
@@ -234,6 +235,8 @@ class LaPruneSelector(SelectorMixin, BaseEstimator):
             if len(self.classes_) < 2:
                 raise ValueError("y has only one class; there is nothing to select columns for")
             return codes.astype(np.int64)
+        if hasattr(self, "classes_"):  # of an earlier fit
+            del self.classes_
         y = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
         spread = y.std(0)
         return ((y - y.mean(0)) / np.where(spread > 0, spread, 1)).astype(np.float32)
@@ -310,6 +313,11 @@ class _Data(NamedTuple):
         return self._replace(x=self.x.to(device), y=self.y.to(device), held_out=held)
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        if prediction.shape != (len(target), self.outputs):
+            raise ValueError(
+                f"estimator must give {self.outputs} number(s) a sample, shape "
+                f"{(len(target), self.outputs)}, got {tuple(prediction.shape)}"
+            )
         if target.dtype == torch.int64:
             return nn.functional.cross_entropy(prediction, target)
         return nn.functional.mse_loss(prediction, target)

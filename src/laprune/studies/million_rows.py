@@ -112,8 +112,9 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
             if dtype == "float32":
                 far = sum(x["far"] for x in chosen)
                 distances.append(
-                    f"{where or 'CPU'}: {far:,} of {rows:,} float32 masks are further than {FAR:g} from the "
-                    f"float64 answer in some entry, {max(x['apart'] for x in chosen):.1e} at most."
+                    f"{where or 'CPU'}: {far:,} of {rows:,} float32 masks are further than {FAR:g} "
+                    "from the float64 answer in some entry, "
+                    f"{max(x['apart'] for x in chosen):.1e} at most."
                 )
     axis.set(yscale="log", xlabel="passes over the row", ylabel="share of rows")
     axis.legend()
