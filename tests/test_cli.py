@@ -72,7 +72,11 @@ def test_json_stays_json_at_the_endpoints(tmp_path: Path) -> None:
 def test_a_row_with_nan_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "scores.csv"
     path.write_text("1,nan,0\n2,3,4\n")
-    summary = json.loads(invoke("solve", path, "--k", 1, "--gamma", 0.5, "--json").stdout)
+    command = ["solve", str(path), "--k", "1", "--gamma", "0.5", "--json"]
+    outcome = CliRunner().invoke(cli.app, command)
+    assert outcome.exit_code == 1
+    assert "not every row has an answer: NONFINITE 1" in outcome.stderr
+    summary = json.loads(outcome.stdout)
     assert summary["status"] == {"NONFINITE": 1, "CONVERGED": 1}
     assert summary["mass"] == pytest.approx([1, 1])
 
@@ -116,7 +120,11 @@ def test_solve_keeps_the_type_and_takes_a_column(tmp_path: Path) -> None:
         (["solve", "{npy}", "--k", "2", "--gamma", "1.5"], "gamma must lie in [0, 1], got 1.5"),
         (["solve", "{npy}", "--k", "2"], "Missing option '--gamma'"),
         (["solve", "{npy}", "--k", "2", "--gamma", "1", "--device", "tpu"], "tpu is not available"),
-        (["solve", "{bad}", "--k", "2", "--gamma", "0.5"], "cannot read"),
+        (["solve", "{bad}", "--k", "2", "--gamma", "0.5"], "does not hold one array"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "0.5", "--out", "{npy}"], "would overwrite"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "0.5", "--picture", "x.doc"], "must end in one"),
+        (["solve", "{empty}", "--k", "2", "--gamma", "0.5"], "holds no scores"),
+        (["demo", "--gamma", "1"], "gamma must lie between 0 and 1"),
         (["report", "--results", "nowhere"], "no results in nowhere"),
         (["reproduce", "nothing"], "unknown: nothing"),
         (["nonsense"], "No such command 'nonsense'"),
@@ -131,7 +139,9 @@ def test_errors_are_one_line_and_a_code(
 ) -> None:
     bad = tmp_path / "bad.npy"
     bad.write_text("not an array")
-    files = {"npy": str(save(tmp_path, ".npy")), "bad": str(bad)}
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    files = {"npy": str(save(tmp_path, ".npy")), "bad": str(bad), "empty": str(empty)}
     code, err = complaint(capsys, monkeypatch, *(a.format(**files) for a in arguments))
     assert code == 2
     assert said in err
@@ -191,7 +201,7 @@ def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
     torch.save(print, tmp_path / "objects.pt")
     for name in ("objects.npy", "objects.pt"):
-        with pytest.raises(UserError, match="cannot read"):
+        with pytest.raises(UserError, match="does not hold one"):
             solving.read(tmp_path / name)
 
 
@@ -236,3 +246,13 @@ def test_the_list_is_there_for_scripts() -> None:
     abouts = json.loads(invoke("reproduce", "--list", "--json").stdout)
     assert list(abouts) == list(cli.STUDIES)
     assert all(abouts.values())
+
+
+def test_the_version_is_told() -> None:
+    assert invoke("--version").stdout == f"laprune {laprune.__version__}\n"
+
+
+def test_trials_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    invoke("reproduce", "hardness_path", "--quick")
+    assert [p.name for p in tmp_path.iterdir()] == ["results-quick"]

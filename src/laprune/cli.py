@@ -53,9 +53,15 @@ REPORTED = (*STUDIES, "bench_operator", "scaling")
 """What the report expects in the results: the studies and the benchmarks."""
 
 Results = Annotated[Path, typer.Option(help="Where records, figures and tables are kept.")]
+Kept = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where records, figures and tables are kept: results, or results-quick with --quick."
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A small version that takes seconds.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A small version, a trial of the machinery.")]
 
 
 INTERRUPTED = 130
@@ -105,6 +111,11 @@ def _device(name: str) -> str:
     return name
 
 
+def _kept(results: Path | None, quick: bool) -> Path:
+    """Trials stay apart from what was measured in earnest."""
+    return results or Path("results-quick" if quick else "results")
+
+
 def _study(module: str) -> Study:
     return importlib.import_module(f".studies.{module}", __package__).STUDY
 
@@ -120,6 +131,17 @@ def _abouts(names: tuple[str, ...]) -> dict[str, str]:
     return abouts
 
 
+@app.callback(invoke_without_command=True)
+def version(
+    asked: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if asked:
+        from . import __version__
+
+        print(f"laprune {__version__}")
+        raise typer.Exit
+
+
 @app.command()
 def demo(
     n: Annotated[int, typer.Option(min=16, help="How many scores.")] = 10_000_000,
@@ -130,33 +152,32 @@ def demo(
     """Solve and differentiate a ten-million-score mask, check it, and time it beside others."""
     from .studies import demo as job
 
+    if not 0 < gamma < 1:
+        raise typer.BadParameter(f"gamma must lie between 0 and 1, got {gamma:g}")
     if not job.run(n, gamma, _device(device), out):
         raise typer.Exit(1)
 
 
 @bench.command("operator")
-def bench_operator(
-    device: Device = "auto", results: Results = Path("results"), quick: Quick = False
-) -> None:
+def bench_operator(device: Device = "auto", results: Kept = None, quick: Quick = False) -> None:
     """The operator's speed beside the paper's solver, LapSum by sorting and torch.topk."""
     from .studies import bench_operator as study
     from .studies.lab import Options, console, run
 
-    options = Options(device=_device(device), quick=quick)
+    options, results = Options(device=_device(device), quick=quick), _kept(results, quick)
     records = run(study.STUDY, options, results)
     console.print(study.table(records))
     console.print("written:", *map(str, study.draw(records, results)))
 
 
 @bench.command("scaling")
-def bench_scaling(
-    device: Device = "auto", results: Results = Path("results"), quick: Quick = False
-) -> None:
+def bench_scaling(device: Device = "auto", results: Kept = None, quick: Quick = False) -> None:
     """Runtime and memory against n, every operator in a fresh process."""
     from .studies import scaling as study
     from .studies.lab import Options, console, run
 
-    records = run(study.STUDY, Options(device=_device(device), quick=quick), results)
+    options, results = Options(device=_device(device), quick=quick), _kept(results, quick)
+    records = run(study.STUDY, options, results)
     console.print("written:", *map(str, study.draw(records, results)))
 
 
@@ -208,7 +229,7 @@ def reproduce(
         bool, typer.Option("--stored", help="Measure nothing: draw what is on file.")
     ] = False,
     quick: Quick = False,
-    results: Results = Path("results"),
+    results: Kept = None,
 ) -> None:
     """Compute, store and draw the paper's tables and figures.
 
@@ -239,6 +260,7 @@ def reproduce(
         compiled=compiled,
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
     )
+    results = _kept(results, quick)
     left_out = False
     for name in names or STUDIES:
         study = _study(name)
@@ -284,10 +306,12 @@ def solve(
     from .commands import solve as job
     from .studies.lab import console
 
+    target = out or job.beside(file)
+    job.check(file, target, picture)
     scores = job.read(file)
     solution, summary = job.run(scores.to(_device(device)), k, gamma)
-    summary["out"] = str(out or job.beside(file))
-    job.write(Path(summary["out"]), solution.mask.cpu())
+    summary["out"] = str(target)
+    job.write(target, solution.mask.cpu())
     n = scores.shape[-1]
     first, p = scores.reshape(-1, n)[0], solution.mask.cpu().reshape(-1, n)[0]
     if picture is not None:
@@ -295,10 +319,13 @@ def solve(
         summary["picture"] = str(picture)
     if json_:
         print(json.dumps(job.plain(summary), allow_nan=False))
-        return
-    console.print(job.sketch(p), highlight=False, markup=False)
-    for name, value in summary.items():
-        console.print(f"{name:15} {_brief(value)}", markup=False, soft_wrap=True)
+    else:
+        console.print(job.sketch(p), highlight=False, markup=False)
+        for name, value in summary.items():
+            console.print(f"{name:15} {_brief(value)}", markup=False, soft_wrap=True)
+    if unsolved := job.unsolved(summary):
+        print(f"laprune: not every row has an answer: {_brief(unsolved)}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,35 +18,56 @@ from laprune import Diagnostics, Solution, Status
 from . import UserError
 
 KINDS = (".npy", ".csv", ".pt")
+PICTURES = (".png", ".svg", ".pdf")
+UNSOLVED = ("INFEASIBLE", "NONFINITE", "STALLED")
 BARS = " ▁▂▃▄▅▆▇█"
 SKETCH_HEIGHT = 8
 
 
+def check(file: Path, out: Path, picture: Path | None) -> None:
+    """Refuse, before anything is done, what could not be written in the end."""
+    _check_kind(file)
+    if not file.is_file():
+        raise UserError(f"no such file: {file}")
+    _check_kind(out)
+    if out.resolve() == file.resolve():
+        raise UserError(f"the mask would overwrite the scores in {file}")
+    if picture is not None and picture.suffix.lower() not in PICTURES:
+        raise UserError(f"{picture} must end in one of {', '.join(PICTURES)}")
+    for path in (out, picture):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"no such folder: {path.parent}")
+
+
 def read(path: Path) -> Tensor:
     """The scores in a file: an array (.npy), rows of numbers (.csv) or a tensor (.pt)."""
-    _check_kind(path)
-    if not path.is_file():
-        raise UserError(f"no such file: {path}")
+    kind = _check_kind(path)
     try:
-        scores = _READERS[path.suffix](path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about an empty file, which is refused below
+            scores = _READERS[kind](path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read {path}: {reason}") from None
+        reason = f": {str(error).splitlines()[0]}" if kind == ".csv" else ""
+        raise UserError(f"{path} does not hold {_HOLDS[kind]}{reason}") from None
     if not isinstance(scores, Tensor):
         raise UserError(f"{path} holds a {type(scores).__name__}, not one tensor")
     if scores.is_complex() or scores.dtype == torch.bool:
         raise UserError(f"{path} must hold real numbers, got {scores.dtype}")
+    if scores.numel() == 0:
+        raise UserError(f"{path} holds no scores: its shape is {tuple(scores.shape)}")
     scores = scores.detach().cpu()
     return scores if scores.is_floating_point() else scores.to(torch.float64)
 
 
 def write(path: Path, mask: Tensor) -> None:
     """The mask in the format that the name of the file says."""
-    _check_kind(path)
+    kind = _check_kind(path)
     try:
-        if path.suffix == ".pt":
+        if kind == ".pt":
             torch.save(mask, path)
-        elif path.suffix == ".npy":
+        elif kind == ".npy":
             # numpy has no bfloat16.
             np.save(path, (mask.float() if mask.dtype == torch.bfloat16 else mask).numpy())
         else:
@@ -82,6 +104,15 @@ def summary(solution: Solution, diagnostics: Diagnostics, k: float, gamma: float
     }
 
 
+def unsolved(summary: dict[str, Any]) -> dict[str, int]:
+    """How many rows did not get what was asked for, by status.
+
+    >>> unsolved({"status": {"CONVERGED": 3, "NONFINITE": 1}})
+    {'NONFINITE': 1}
+    """
+    return {name: count for name, count in summary["status"].items() if name in UNSOLVED}
+
+
 def plain(summary: dict[str, Any]) -> dict[str, Any]:
     """A summary for JSON, which has no infinity and no NaN: they become null.
 
@@ -97,7 +128,9 @@ def plain(summary: dict[str, Any]) -> dict[str, Any]:
 def run(scores: Tensor, k: float, gamma: float) -> tuple[Solution, dict[str, Any]]:
     """The solution of every row (along the last dimension) and its summary."""
     try:
-        solution = laprune.solve(scores, k, gamma)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the summary says it
+            solution = laprune.solve(scores, k, gamma)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
     eligible = scores > -torch.inf
@@ -147,9 +180,11 @@ def picture(scores: Tensor, mask: Tensor, k: float, gamma: float, path: Path) ->
         plt.close(fig)
 
 
-def _check_kind(path: Path) -> None:
-    if path.suffix not in KINDS:
+def _check_kind(path: Path) -> str:
+    kind = path.suffix.lower()
+    if kind not in KINDS:
         raise UserError(f"{path} must end in one of {', '.join(KINDS)}")
+    return kind
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -168,6 +203,11 @@ def _read_pt(path: Path) -> Any:
 
 
 _READERS = {".npy": _read_npy, ".csv": _read_csv, ".pt": _read_pt}
+_HOLDS = {
+    ".npy": "one array saved by numpy",
+    ".csv": "rows of numbers",
+    ".pt": "one tensor saved by torch",
+}
 
 
 def _range(x: Tensor) -> list[float]:

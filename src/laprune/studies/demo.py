@@ -57,11 +57,18 @@ def run(n: int, gamma: float, device: str, picture: Path) -> bool:
         table.add_row(name, f"{ms:,.1f}", f"{ms / ours:,.1f}")
     console.print(table)
 
+    _draw(picture)
+    return right
+
+
+def _draw(folder: Path) -> None:
+    """The masks of growing hardness, where there is something to draw with."""
     options = Options(device="cpu")
     records = [
         {"setting": s, "result": hardness_path.measure(s, options)}
         for s in hardness_path.settings(options)
     ]
-    paths = hardness_path.draw(records, picture)
-    console.print("picture:", *(str(p) for p in paths))
-    return right
+    try:
+        console.print("picture:", *(str(p) for p in hardness_path.draw(records, folder)))
+    except ModuleNotFoundError as error:
+        console.print(f"no picture: that needs {error.name}")
