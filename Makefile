@@ -30,7 +30,7 @@ lint: $(VENV)/ready-test
 
 docs: $(VENV)/ready-test
 	$(BIN)/mkdocs build --strict
-	@echo open site/index.html
+	@echo "$(BIN)/python -m http.server -d site, and open localhost:8000 (from disk, without search)"
 
 format: $(VENV)/ready-test
 	$(BIN)/ruff check --fix .

@@ -18,7 +18,7 @@ log = logging.getLogger("mkdocs.hooks.laprune")
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.S)
 _FUNCTION = re.compile(r"<(m[io])>(log|ln)</\1>(?!<mo[^>]*>&#x00028;)")
-_PLACE = re.compile(r"^\[\[results:(\w+)\]\]$", re.M)
+_PLACE = re.compile(r"^\[\[results:(\w+)(?: (\d+))?\]\]$", re.M)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -31,12 +31,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """``[[results:NAME]]`` stands for the figures and the table of a study."""
-    depth = page.file.src_uri.count("/")
-    return _PLACE.sub(lambda m: _study(m.group(1), "../" * depth), markdown)
+    """``[[results:NAME]]`` stands for the figures and the table of a study; with a number, for its
+    first so many sections."""
+    up = "../" * page.file.src_uri.count("/")
+    return _PLACE.sub(lambda m: _study(m.group(1), m.group(2), up), markdown)
 
 
-def _study(name: str, up: str) -> str:
+def _study(name: str, sections: str | None, up: str) -> str:
     figures = sorted(p for p in RESULTS.glob("*.svg") if _belongs(p, name))
     tables = sorted(p for p in RESULTS.glob("*.md") if _belongs(p, name))
     if not figures and not tables:
@@ -45,6 +46,9 @@ def _study(name: str, up: str) -> str:
     for path in tables:
         # The page has its own titles.
         text = re.sub(r"^# .*\n", "", path.read_text(encoding="utf-8"))
+        if sections is not None:
+            text = "".join(re.split(r"^(?=## )", text, flags=re.M)[: 1 + int(sections)])
+            text += f"\n\nMore in `results/{path.name}`."
         parts.append(re.sub(r"^#", "###", text, flags=re.M))
     return "\n\n".join(parts)
 

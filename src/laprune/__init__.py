@@ -5,6 +5,9 @@
 tensor([0.9952, 0.1065, 0.8935, 0.0048])
 """
 
+import importlib
+from typing import Any
+
 from . import losses, nn, schedules
 from .backends import Status
 from .diagnostics import Diagnostics, diagnostics
@@ -28,3 +31,16 @@ __all__ = [
     "soft_topk",
     "solve",
 ]
+
+_ON_DEMAND = ("baselines", "callbacks", "distributed", "prune", "sae", "select", "theory")
+
+
+def __getattr__(name: str) -> Any:
+    """Parts that import more than most users need: loaded when they are first named."""
+    if name in _ON_DEMAND:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ON_DEMAND])

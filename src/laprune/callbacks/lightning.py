@@ -37,9 +37,7 @@ class GammaCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._scheduler.load_state_dict({"last_step": self._now(trainer)})
-        self._monitor.armed = (
-            bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0
-        )
+        self._monitor.armed = trainer.global_step % trainer.log_every_n_steps == 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

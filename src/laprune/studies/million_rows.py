@@ -1,4 +1,4 @@
-"""A million random rows of every kind: is each solved, how exactly, and in how many passes?"""
+"""A million random rows of each type: is each solved, how exactly, and in how many passes?"""
 
 from __future__ import annotations
 
@@ -144,5 +144,9 @@ def _median(counts: list[int]) -> int:
 
 
 STUDY = Study(
-    "million_rows", "a million random rows: solved, how exactly, how fast", settings, measure, draw
+    "million_rows",
+    "two million random rows: solved, how exactly, in how many passes",
+    settings,
+    measure,
+    draw,
 )

@@ -40,7 +40,7 @@ from laprune.schedules import Schedule
 from .harvest import cifar100
 from .lab import Measured, Options, Record, Setting, Study, one_thread
 from .style import figure, save
-from .tables import Floats, markdown, plot, pm, seeds, select, spread, stack
+from .tables import Floats, markdown, plot, pm, prose, seeds, select, spread, stack
 
 SEEDS = 3
 DENSITIES = {"full": (0.5, 0.2, 0.1, 0.05, 0.02, 0.01), "quick": (0.5, 0.1)}
@@ -403,7 +403,7 @@ def _curve(records: list[Record], method: str) -> tuple[list[float], Floats]:
 
 
 def _report(records: list[Record], panels: list[tuple[str, str]], folder: Path) -> Path:
-    parts = ["# Pruning whole networks", (__doc__ or "").split("\n\n", 1)[1].strip()]
+    parts = ["# Pruning whole networks", prose(__doc__)]
     for task, network in panels:
         here = select(records, task=task, network=network)
         dense = spread([r["result"]["dense"] for r in here if r["setting"]["method"] == "one_shot"])

@@ -32,7 +32,7 @@ from laprune.backends.reference import SAMPLE_RATIO
 
 from .lab import Options, Record, Setting, Study, hardware
 from .style import COLOURS, LINES, MARKERS, figure, save
-from .tables import markdown, select
+from .tables import markdown, prose, select
 
 GAMMA, PART, REPEATS = 0.9, 16, 5
 RANKS = {"full": (1, 2, 4), "quick": (1, 2)}
@@ -242,7 +242,7 @@ def _report(records: list[Record], passes: int, machine: Machine, folder: Path) 
     constants = [[name, f"{value:g}"] for name, value in machine._asdict().items()]
     parts = [
         "# One row over many ranks",
-        (__doc__ or "").split("\n\n", 1)[1].strip(),
+        prose(__doc__),
         f"## Measured: {records[0]['setting']['hardware']}",
         markdown(["scores on ranks", *names], measured),
         f"## Model, with {passes} passes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -92,6 +93,16 @@ def write(
     path = folder / f"{name}.md"
     path.write_text("\n\n".join([f"# {title}", markdown(header, body), *notes]) + "\n")
     return path
+
+
+def prose(doc: str | None) -> str:
+    """A module's docstring without its first line, for a page: roles become plain code.
+
+    >>> prose("Title.\\n\\nSee :class:`laprune.nn.SoftTopK`.")
+    'See `laprune.nn.SoftTopK`.'
+    """
+    body = (doc or "").partition("\n\n")[2].strip()
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", body)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
