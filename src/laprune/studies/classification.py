@@ -276,12 +276,18 @@ def rows(
     labels: dict[Method, str],
     paper: dict[Method, tuple[float, float]],
 ) -> Iterator[Row]:
-    """Two lines of a table per method that was run."""
+    """Two lines of a table per method that was run; trials are not put beside the paper."""
+    paper = {} if trial(records) else paper
     for method, label in labels.items():
         some = select(records, **method._asdict())
         for i, key in enumerate(("top1", "top5") if some else ()):
             theirs = paper[method][i] if method in paper else None
             yield Row(f"{label}: ACC@{(1, 5)[i]}", theirs, spread(100 * stack(some, key)), ".1f")
+
+
+def trial(records: list[Record]) -> bool:
+    """Whether these are of made-up images."""
+    return records[0]["setting"]["images"] == "synthetic"
 
 
 def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
@@ -298,7 +304,7 @@ def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
     )
     if count != 200:
         said += " A shorter schedule, the same for all rows: compare rows, not digits."
-    if records[0]["setting"]["images"] == "synthetic":
+    if trial(records):
         said += " A trial of the machinery on made-up images: nothing here is a result."
     precisions = sorted({r["result"]["precision"] for r in records})
     lines = [said + f" Convolutions in {' and '.join(precisions)}."]
@@ -348,7 +354,7 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "says log space, as -log p from barrier and temperature; t given: the gradient does not "
         "pass through the temperature. Every row is clipped at norm 5.",
     ]
-    title = "CIFAR-100, ResNet-18, pure top-5 loss"
+    title = "Pure top-5 loss, " + ("a trial" if trial(records) else "CIFAR-100, ResNet-18")
     table = write(
         folder, name, title, rows(records, LABELS, PAPER), [*notes(records, LABELS), *said]
     )
