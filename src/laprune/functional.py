@@ -210,10 +210,12 @@ class _Rows:
         if scores.shape[dim] == 0:
             raise ValueError(f"scores {tuple(scores.shape)} have no entries along dim {dim}")
         scores = masked(scores, mask)
-        self.dim = dim
-        moved = scores.movedim(dim, -1)
+        # On a GPU every call counts: those that would change nothing are left out.
+        self.dim = -1 if dim == scores.dim() - 1 else dim
+        moved = scores if self.dim == -1 else scores.movedim(dim, -1)
         self.shape = moved.shape
-        self.rows = moved.reshape(-1, moved.shape[-1]).contiguous()
+        rows = moved if moved.dim() == 2 else moved.reshape(-1, moved.shape[-1])
+        self.rows = rows.contiguous()
 
     def detached(self) -> _Rows:
         other = object.__new__(_Rows)
@@ -236,7 +238,8 @@ class _Rows:
         return topk(self.rows, k, hardness, values, gated, fixed)
 
     def restore(self, rows: Tensor) -> Tensor:
-        return rows.reshape(self.shape).movedim(-1, self.dim)
+        moved = rows if len(self.shape) == 2 else rows.reshape(self.shape)
+        return moved if self.dim == -1 else moved.movedim(-1, self.dim)
 
     def per_row(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape[:-1])

@@ -304,8 +304,8 @@ def _memory(records: list[Record]) -> Iterator[str]:
             )
         if extra is not None:
             yield (
-                f"- n = {n:.0e}: a call takes {extra / 1e6:,.1f} MB of memory beyond scores, mask and "
-                "gradients, by the peak resident set of a fresh process."
+                f"- n = {n:.0e}: a call takes {extra / 1e6:,.1f} MB of memory beyond scores, mask "
+                "and gradients, by the peak resident set of a fresh process."
             )
 
 
