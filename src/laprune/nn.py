@@ -12,6 +12,7 @@ from .functional import Mode, Number, hard_topk, soft_topk
 class SoftTopK(HasGamma):
     """A soft top-k mask over scores while training, the hard one in evaluation.
 
+    >>> import torch
     >>> layer = SoftTopK(k=2, gamma=0.8)
     >>> layer(torch.tensor([3.0, 1.0, 2.0, 0.0]))
     tensor([0.9952, 0.1065, 0.8935, 0.0048])
