@@ -83,3 +83,13 @@ def test_gamma_follows_the_schedule_and_the_model_reloads_as_stock(mode: str, tm
 def test_a_gamma_outside_its_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 2"):
         LaPruneDictionary(D, M, K, gamma=2)
+
+
+def test_k_may_be_annealed() -> None:
+    ae = LaPruneDictionary(8, 32, 4, mode="ste")
+    ae.k.fill_(12)
+    x = torch.randn(5, 8)
+    codes, values, _, _ = ae.train().encode(x, return_topk=True)
+    assert values.shape == (5, 12)
+    assert (codes != 0).sum(-1).max() <= 12
+    assert (codes != 0).sum(-1).max() > 4

@@ -4,6 +4,7 @@
 (``pip install 'laprune[dictionary-learning]'``); :class:`LaPruneTrainer` also anneals gamma. What
 is saved loads as a stock ``AutoEncoderTopK``.
 
+>>> import torch
 >>> ae = LaPruneDictionary(activation_dim=8, dict_size=32, k=4)
 >>> (ae.eval().encode(torch.randn(5, 8)) != 0).sum(-1).max().item()
 4
