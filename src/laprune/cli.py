@@ -67,6 +67,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small version, a trial o
 INTERRUPTED = 130
 """The exit code of a command stopped from the keyboard, as shells have it."""
 
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
+"""Those that are installed under another name."""
+
 # click's own, wherever typer keeps it.
 _UsageError = typer.BadParameter.__base__
 
@@ -78,9 +81,10 @@ def main() -> None:
     except UserError as error:
         code = _complain(str(error))
     except ModuleNotFoundError as error:
-        if (error.name or "laprune").split(".")[0] == "laprune":
+        missing = (error.name or "laprune").split(".")[0]
+        if missing == "laprune":
             raise
-        code = _complain(f"this needs {error.name}: pip install 'laprune[studies,select]'")
+        code = _complain(f"this needs {missing}: pip install {_PACKAGES.get(missing, missing)}")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
