@@ -145,7 +145,7 @@ class SparseAutoencoder(torch.nn.Module):
     @torch.no_grad()
     def normalise_decoder(self) -> None:
         """Bring every direction back to unit norm; call it after each step of the optimiser."""
-        self.decoder.copy_(torch.nn.functional.normalize(self.decoder, dim=-1))
+        self.decoder.div_(self.decoder.norm(dim=-1, keepdim=True).clamp(min=1e-12))
 
     @torch.no_grad()
     def project_gradient(self) -> None:
