@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM108, SIM300
+# ruff: noqa: SIM102, SIM108, SIM300
 # Triton compiles these functions from their source: their arguments have no Python types.
 """The solver and its gradient in Triton. ``reference`` explains the mathematics in the same words.
 
@@ -13,8 +13,11 @@ and in the order of its programs.
 The exponent is kept in base two: ``y = z log2(e)``, and ``e = 2^-|y| = 2 q``.
 """
 
+import os
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -35,6 +38,8 @@ MIN_DOUBT = tl.constexpr(8.0)  # least k (1-a) of a sample that says anything
 BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
 MOSTLY = tl.constexpr(2)  # EVEN: all tiles but the last are whole
 COLUMNS = tl.constexpr(16)  # numbers a program shows its team
+# The interpreter has no libdevice.
+COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 @triton.jit
@@ -69,6 +74,24 @@ def _total(b_x, S: tl.constexpr, ROWS: tl.constexpr):
 def _max_y(T: tl.constexpr):
     """|y| is cut here, before the exponential underflows."""
     return 1009.8865286222744 if T == tl.float64 else 115.41560327111707
+
+
+@triton.jit
+def _over(x, y):
+    """x / y; for float32 without care for subnormal numbers, in 2 instructions instead of 9."""
+    if COMPILED and y.dtype == tl.float32:
+        return libdevice.fast_dividef(x, y)
+    else:
+        return x / y
+
+
+@triton.jit
+def _log(x):
+    """The logarithm; for float32 to 2e-7, in 2 instructions instead of 20."""
+    if COMPILED and x.dtype == tl.float32:
+        return libdevice.fast_logf(x)
+    else:
+        return tl.log(x)
 
 
 # --- where the scores are ----------------------------------------------------------------------
@@ -167,14 +190,18 @@ def _zero8(ROWS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _across(lanes, S: tl.constexpr, ROWS: tl.constexpr):
-    """Sums per row from sums per thread, added in the type S."""
-    sums = (
-        tl.sum(lanes[0], 2).to(S), tl.sum(lanes[1], 2).to(S), tl.sum(lanes[2], 2).to(S),
-        tl.sum(lanes[3], 2).to(S), tl.sum(lanes[4], 2).to(S), tl.sum(lanes[5], 2).to(S),
-        tl.sum(lanes[6], 2).to(S), tl.sum(lanes[7], 2).to(S),
+def _fours(t):
+    """Sums per thread and row."""
+    return (
+        tl.sum(t[0], 2), tl.sum(t[1], 2), tl.sum(t[2], 2), tl.sum(t[3], 2), tl.sum(t[4], 2),
+        tl.sum(t[5], 2), tl.sum(t[6], 2), tl.sum(t[7], 2),
     )  # fmt: skip
-    sums = tl.reduce(sums, 0, _add8)
+
+
+@triton.jit
+def _across(lanes, ROWS: tl.constexpr):
+    """Sums per row from sums per thread."""
+    sums = tl.reduce(lanes, 0, _add8)
     return tl.reduce(sums, 0, _add8) if ROWS == 1 else sums
 
 
@@ -322,6 +349,16 @@ def _gate(p_v, i, n_cols, b_x, b_p, GATE: tl.constexpr, T: tl.constexpr, LANES: 
 
 
 @triton.jit
+def _write(p_v, p_out, i, n_cols, b_xs, line, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+           LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """U tiles of soft rows, from tile i on."""
+    for u in tl.static_range(U):
+        b_p = _tile_mask(b_xs[u], line, T)
+        b_p = _gate(p_v, i + u, n_cols, b_xs[u], b_p, GATE, T, LANES, EVEN)
+        _store(p_out, i + u, n_cols, b_p, LANES, EVEN)
+
+
+@triton.jit
 def _tile_seen(b_x, T: tl.constexpr):
     """1 for an eligible score, BAD for one that is NaN or infinite."""
     return tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T)
@@ -353,14 +390,11 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
             for u in tl.static_range(U):
                 seen += _tile_seen(b_xs[u], T)
         if write:
-            for u in tl.static_range(U):
-                b_p = _tile_mask(b_xs[u], line, T)
-                b_p = _gate(p_v, i + u, n_cols, b_xs[u], b_p, GATE, T, LANES, EVEN)
-                _store(p_out, i + u, n_cols, b_p, LANES, EVEN)
+            _write(p_v, p_out, i, n_cols, b_xs, line, GATE, T, U, LANES, EVEN)
     total = _zeros(ROWS, T)
     if counting:
         total = _total(seen, T, ROWS)
-    return _across(lanes, T, ROWS), total, b_next
+    return _across(_fours(lanes), ROWS), total, b_next
 
 
 @triton.jit
@@ -471,12 +505,16 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
 
 # --- the same over tiles that are held in registers ----------------------------------------------
 
+# Sums begin with zeros: a product that is added to another thread's right away would be fused with
+# the addition, unrounded in the one thread and rounded in the other, and they would disagree.
+
 
 @triton.jit
 def _held_survey(b_xs, n_cols, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
-                 ROWS: tl.constexpr):  # fmt: skip
-    ok, bad, mean, high, low = _tile_survey(b_xs[0], n_cols, T)
-    for u in tl.static_range(1, U):
+                 ROWS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    zero, none = tl.zeros([LANES, ROWS, 4], T), tl.full([LANES, ROWS, 4], -INF, T)
+    ok, bad, mean, high, low = zero, zero, zero, none, none
+    for u in tl.static_range(U):
         s = _tile_survey(b_xs[u], n_cols, T)
         ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
         high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
@@ -484,18 +522,19 @@ def _held_survey(b_xs, n_cols, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr
 
 
 @triton.jit
-def _held_sums(b_xs, line, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
-    lanes = _tile_sums(b_xs[0], line, T)
-    for u in tl.static_range(1, U):
+def _held_sums(b_xs, line, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
+               LANES: tl.constexpr):  # fmt: skip
+    lanes = _zero8(ROWS, LANES, T)
+    for u in tl.static_range(U):
         lanes = _plus(lanes, _tile_sums(b_xs[u], line, T))
-    return _across(lanes, S, ROWS)
+    return _across(_fours(lanes), ROWS)
 
 
 @triton.jit
 def _held_spread(b_xs, line, a, rest, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
-                 ROWS: tl.constexpr):  # fmt: skip
-    total = _tile_spread(b_xs[0], line, a, rest, T)
-    for u in tl.static_range(1, U):
+                 ROWS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    total = tl.zeros([LANES, ROWS, 4], T)
+    for u in tl.static_range(U):
         total += _tile_spread(b_xs[u], line, a, rest, T)
     return _total(total, S, ROWS)
 
@@ -523,7 +562,7 @@ def _held_count(b_xs, cut, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr)
 @triton.jit
 def _locate(lo, hi, w_lo, w_hi):
     """Where a line through two log counts, of which one is positive, would be zero."""
-    share = w_lo / (w_lo - w_hi)
+    share = _over(w_lo, w_lo - w_hi)
     share = tl.where(share == share, share, 0.5)
     return lo + tl.minimum(tl.maximum(share, 0.02), 0.98) * (hi - lo)
 
@@ -546,21 +585,21 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
     """The point to start from: a barrier between the last two cuts and, from the density there, a
     temperature that leaves as many scores undecided as gamma asks, or the cuts leave in doubt."""
     lo, hi, f_lo, f_hi, _, _, _ = bracket
-    share = f_lo / (f_lo - f_hi)
+    share = _over(f_lo, f_lo - f_hi)
     share = tl.minimum(tl.maximum(tl.where(share == share, share, 0.5), 0.0), 1.0)
     b = lo + share * (hi - lo)
     wide = tl.abs(hi - lo)
-    rest = 1.0 - few / n
+    rest = 1.0 - _over(few, n)
     soft = tl.minimum(1.0 / tl.sqrt(few * rest), 0.5)
     if FIXED == 0:
-        soft = tl.maximum(soft, 1.0 / (1.0 + odds))
-    t = soft * rest / 0.75 * wide / (f_lo - f_hi)
+        soft = tl.maximum(soft, _over(1.0, 1.0 + odds))
+    t = _over(soft * rest / 0.75 * wide, f_lo - f_hi)
     t = tl.maximum(tl.where(t == t, t, INF), 0.3 * tl.minimum(share, 1.0 - share) * wide)
     t = tl.maximum(tl.minimum(t, high - low), 1e-7 * (high - low))
     if FIXED:
         t = tl.maximum(t, heat)
     else:
-        t = t * tl.exp(-0.25 * tl.log(tl.minimum(odds, 1.0)))
+        t = t * tl.exp(-0.25 * _log(tl.minimum(odds, 1.0)))
     return _begin(b, b * 0.0, t)
 
 
@@ -610,13 +649,13 @@ def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.con
         elif HELD:
             counted = _held_count(b_held, cut, T, U, ROWS)
         counted = tl.where(flip, n - counted, counted)
-        f = tl.log((counted + 0.25) / few)
+        f = _log(_over(counted + 0.25, few))
         # The first count, at the mean, says on which side of it to look.
         under = f <= 0
         lo = tl.where(under, tl.where(flip, high, low), mean)
         hi = tl.where(under, mean, tl.where(flip, low, high))
-        f_lo = tl.where(under, tl.log(n / few), f)
-        f_hi = tl.where(under, f, tl.log(0.25 / few))
+        f_lo = tl.where(under, _log(_over(n, few)), f)
+        f_hi = tl.where(under, f, _log(_over(0.25, few)))
         begun = (lo, hi, f_lo, f_hi, f_lo, f_hi, f * 0.0)
         bracket = _choose7(j == 0, begun, _narrow(bracket, cut, f))
         cut = _locate(bracket[0], bracket[1], bracket[4], bracket[5])
@@ -630,7 +669,7 @@ def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.con
 def _log_ratio(x, d):
     """log x, to all digits of d = x - 1 where x is close to 1."""
     near = d * (1.0 - d * (0.5 - d * (0.33333333333333 - d * (0.25 - d * 0.2))))
-    return tl.where(tl.abs(d) < 1e-3, near, tl.log(tl.maximum(x, 1e-37)))
+    return tl.where(tl.abs(d) < 1e-3, near, _log(tl.maximum(x, 1e-37)))
 
 
 @triton.jit
@@ -651,7 +690,7 @@ def _pose(n, k, hardness, FIXED: tl.constexpr, S: tl.constexpr, A: tl.constexpr)
     else:
         odds, heat = (hardness / (1.0 - hardness)).to(S), a * 0.0
     # In the right gap V <= sqrt(k (n-k)) exp(-gap/2t), and so t >= gap reach.
-    reach = 0.5 / (tl.log(1.0 + odds) - 0.5 * tl.log(a * rest))
+    reach = _over(0.5, _log(1.0 + odds) - 0.5 * _log(a * rest))
     floor = tl.floor(k)
     few = tl.minimum(k, n - k)
     return (
@@ -686,10 +725,10 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     qw_lo, qw_hi = w_lo.to(S) * (0.5 * LN2), w_hi.to(S) * (0.5 * LN2)
     P, M = q_lo + tl.maximum(over_k, 0.0), q_hi + tl.maximum(-over_k, 0.0)
     P, M = tl.maximum(P, 1e-37), tl.maximum(M, 1e-37)
-    r_P, r_M = 1.0 / P, 1.0 / M
+    r_P, r_M = _over(1.0, P), _over(1.0, M)
     e1 = _log_ratio(P * r_M, excess * r_M)
     e1_b, e1_t = -(q_lo * r_P + q_hi * r_M), qw_lo * r_P - qw_hi * r_M
-    r_e1_b = 1.0 / e1_b
+    r_e1_b = _over(1.0, e1_b)
     u = -e1 * r_e1_b
     q = tl.maximum(q_lo + q_hi, 1e-37)
 
@@ -700,27 +739,27 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
         close = t * 0.0
     else:
         qq_lo, qq_hi, qqw = 0.25 * ee_lo.to(S), 0.25 * ee_hi.to(S), eew.to(S) * (0.25 * LN2)
-        shift = excess / n
+        shift = _over(excess, n)
         closed = (qq_lo + a * (a * (n - above) - lo)) + (qq_hi + rest * (rest * above - hi))
         C = tl.where(odds < SOFT, spread, closed) - excess * shift
         C = tl.maximum(C, 1e-12 * few)
         V = tl.maximum((q_lo - qq_lo) + (q_hi - qq_hi), 1e-37)
         mean, off = a + shift, rest - shift
-        r_C, r_V = 1.0 / C, 1.0 / V
+        r_C, r_V = _over(1.0, C), _over(1.0, V)
         e2_b = ((q_lo - 2.0 * qq_lo) - (q_hi - 2.0 * qq_hi)) * r_V
         e2_b -= 2.0 * ((qq_lo - mean * q_lo) + (off * q_hi - qq_hi)) * r_C
         e2_t = 2.0 * (qqw - mean * qw_lo - off * qw_hi) * r_C - (qw_lo + qw_hi - 2.0 * qqw) * r_V
-        r_wanted = 1.0 / (V * odds)
+        r_wanted = _over(1.0, V * odds)
         e2 = _log_ratio(C * r_wanted, (C - V * odds) * r_wanted)
         residual, slope = e2 + e2_b * u, e2_t - e2_b * e1_t * r_e1_b
         close = t * 0.0 + hardness_tol
 
     # What the step would still move an entry of the mask by: that of the barrier alone, and that of
     # log t, which takes the barrier along.
-    share = tl.minimum(0.5 / q, 1.0)
+    share = tl.minimum(_over(0.5, q), 1.0)
     by_b = share * q * tl.abs(u)
     by_t = tl.minimum(qw_lo + qw_hi, 0.19) + share * tl.abs(qw_hi - qw_lo)
-    by_t *= tl.abs(residual) / tl.maximum(slope * -1.0, 1e-3)
+    by_t *= _over(tl.abs(residual), tl.maximum(slope * -1.0, 1e-3))
 
     off_by, miss = tl.abs(excess), tl.abs(e2)
     budget_holds = off_by <= mass_tol * few
@@ -743,7 +782,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     steep = slope <= -0.2
     solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
     solved = solved & (steep | (tl.abs(u) <= 0.003))
-    d = tl.where(slope < 0, -residual / slope, tl.where(residual > 0, MAX_STEP, -MAX_STEP))
+    d = tl.where(slope < 0, _over(-residual, slope), tl.where(residual > 0, MAX_STEP, -MAX_STEP))
     newton = t * tl.exp(tl.minimum(tl.maximum(d, -20.0), 20.0))
     promising = steep & (newton > t_lo) & (newton < t_hi) & (passes < PATIENCE)
     may_cool = e2 != 0 if FIXED else pinned == 0
@@ -754,17 +793,17 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     t_hi = tl.where(certain & (residual <= 0), tl.minimum(t_hi, t), t_hi)
     crossed = t_lo >= t_hi
     t_lo, t_hi = tl.where(crossed, 0.0, t_lo), tl.where(crossed, INF, t_hi)
-    down = tl.maximum(tl.log(tl.maximum(tl.abs(u), 1e-15) * 0.33333333333333), -MAX_STEP)
+    down = tl.maximum(_log(tl.maximum(tl.abs(u), 1e-15) * 0.33333333333333), -MAX_STEP)
     held = tl.where(pinned, d, tl.minimum(tl.maximum(d, down), MAX_STEP))
     growth = _growth(held)
     warmer = t + t * growth
     bracketed = (t_lo > 0) & (t_hi < INF) & (fine == 0)
     inside = (warmer > t_lo) & (warmer < t_hi) & (tl.abs(held) <= 0.75 * stride)
     outside = bracketed & (inside == 0)
-    r_t = 1.0 / t
+    r_t = _over(1.0, t)
     middle = tl.sqrt(tl.maximum(t_lo * r_t, 1e-18)) * tl.sqrt(tl.minimum(t_hi * r_t, 1e18))
     growth = tl.where(outside, middle - 1.0, growth)
-    length = tl.abs(tl.where(outside, tl.log(middle), held))
+    length = tl.abs(tl.where(outside, _log(middle), held))
     warmer = t + t * growth
     if FIXED:
         warmer = tl.where((held == d) & (outside == 0), heat, warmer)
@@ -803,13 +842,13 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(sharp, 0.5 * (below_d + above_d), tl.where(both, b_both, b_only))
     anew = both | sharp | lost
     b_lo, b_hi = tl.where(anew, -INF, b_lo), tl.where(anew, INF, b_hi)
-    # Newton's own step from close by lands on the answer, to the square of the error. The pass
-    # there writes; where that was too early, another one will.
-    last = plain & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
-    if FIXED:
-        last = last & (t == heat)
-    else:
-        last = last & both
+    # Newton's own step from close by lands on the answer, to a fraction of the square of its length
+    # (sigma'' is no larger than sigma'). Where that is nothing, the row has converged; where it is
+    # little, the pass there writes, and another one will if that was too early.
+    last = plain & (t == heat if FIXED else both)
+    far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
+    converged = converged | (last & (far * far <= mass_tol))
+    last = last & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
 
     # The pivot becomes the barrier, rounded, or the score right beside it, on which all weight may
     # come to rest; b is what is left. The sum is exact.
@@ -1014,7 +1053,12 @@ def solve_rows(
     walk = (0, 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4), 1, 1, 0)
     alone = (p_info, p_info, 1, 0, 0)
 
-    n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
+    b_held = (p_x,)
+    if ONCE:
+        b_held = _loads(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
+        n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, U, ROWS, LANES)
+    else:
+        n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
     low, share = -low, n_cols / tl.maximum(n, 1.0)
     mean = tl.minimum(tl.maximum(mean * share, low), high)
     n = n.to(f64)
@@ -1022,8 +1066,8 @@ def solve_rows(
     running = (status == STALLED).to(tl.int32)
     problem = _pose(n, k, hardness, FIXED, T, T)
     heat = problem[8]
-    at, _m = _start(p_x, (p_x,), n_cols, (mean, high, low), problem, True, walk, alone, FIXED,
-                    T, T, U, ROWS, LANES, EVEN, False, False, 1)  # fmt: skip
+    at, _m = _start(p_x, b_held, n_cols, (mean, high, low), problem, not ONCE, walk, alone, FIXED,
+                    T, T, U, ROWS, LANES, EVEN, ONCE, False, 1)  # fmt: skip
 
     none = _zeros(ROWS, tl.int32)
     passes, polish, polished = none, none, none
@@ -1034,8 +1078,11 @@ def solve_rows(
     while _any(running > 0):
         line = _line(at, T)
         spread = nil
-        sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, (p_x,), 0, False, GATE,
-                     T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
+        if ONCE:
+            sums = _held_sums(b_held, line, T, U, ROWS, LANES)
+        else:
+            sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, 0, GATE,
+                         T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
             spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], walk, T, T, U, ROWS,
                                  LANES, EVEN)  # fmt: skip
@@ -1058,13 +1105,13 @@ def solve_rows(
         status = tl.where(live & converged, CONVERGED, status)
         polish, polished = again, tl.where(live, tried, polished)
         running = ((status == STALLED) & (passes < MAX_PASSES) & live).to(tl.int32)
-        # Newton's step from a point that is converged already is better still: taken where nothing
-        # is written yet, or where it shows.
-        shows = (write == 0) | (error > 0.1 * hardness_tol)
-        better = live & converged & plain & shows
-        written = tl.where(_any(better), 0, write)
+        # Newton's step from a point that is converged already is better still; a mask that is
+        # written there is written anew where that shows.
+        better = live & converged & plain
         at = _keep((running > 0) | better, moved, at)
-        write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
+        if ONCE == 0:
+            written = tl.where(_any(better & (error > 0.1 * hardness_tol)), 0, write)
+            write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
     level = tl.where(status == NONFINITE, float("nan"), level)
@@ -1073,7 +1120,12 @@ def solve_rows(
         threshold, share, left = _select(
             p_x, n_cols, k, alone, T, T, U, ROWS, LANES, EVEN, False, 1
         )
-    if (written == 0) | (_any(_is_soft(status) == 0)):
+    others = _any(_is_soft(status) == 0)
+    if ONCE:
+        if others == 0:
+            _write(p_v, p_out, 0, n_cols, b_held, _line(at, T), GATE, T, U, LANES, EVEN)
+            written += 1
+    if (written == 0) | others:
         _fill(p_x, p_v, p_out, n_cols, _line(at, T), level, status, threshold, left, walk, GATE,
               T, U, ROWS, LANES, EVEN)  # fmt: skip
     _finish(p_state, p_info, o_rows, status, passes, at, (z_sum / q_sum, p_sum / q_sum), level,
@@ -1125,7 +1177,7 @@ def solve_long(
     # The start: a sample, if it says enough; else the whole row.
     b_s = _samples(p_x, n_cols, 0, T, U, LANES, U)
     share = (zero + W) / n_cols
-    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, U, 1)
+    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, U, 1, LANES)
     low = -low
     k_now = k * share
     doubt = k_now * (1.0 - k_now / n)
@@ -1164,10 +1216,10 @@ def solve_long(
     passes, sampling = none, (whole == 0).to(tl.int32)
     while sampling > 0:
         line = _line(at, T)
-        sums = _held_sums(b_s, line, T, T, U, 1)
+        sums = _held_sums(b_s, line, T, U, 1, LANES)
         spread = zero.to(T)
         if soft:
-            spread = _held_spread(b_s, line, problem[3], problem[4], T, T, U, 1)
+            spread = _held_spread(b_s, line, problem[3], problem[4], T, T, U, 1, LANES)
         passes += 1
         tries = (passes, none, none)
         if tl.minimum(sums[1], sums[2]) < n * SPARSE:
@@ -1243,10 +1295,9 @@ def solve_long(
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
-            shows = (write == 0) | (error > 0.1 * hardness_tol)
-            better = live & converged & plain & shows
-            written = tl.where(better, 0, write)
+            better = live & converged & plain
             at = _keep((running > 0) | better, moved, at)
+            written = tl.where(better & (error > 0.1 * hardness_tol), 0, write)
             write = running * polish
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
@@ -1301,23 +1352,24 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
     mean_z, mean_p = means
     gb, gt = pull
     regular, tied = _is_regular(status), status == TIED
-    s0 = tl.where(s0 > 0, s0, 1.0)
-    z_bar, p_bar = mean_z + s1 / s0, mean_p + u0 / s0
-    cov = cov - s1 * u0 / s0
+    r_s0, r_n = 1.0 / tl.where(s0 > 0, s0, 1.0), 1.0 / n
+    off_z, off_p = s1 * r_s0, u0 * r_s0
+    p_bar = mean_p + off_p
+    cov = cov - off_z * u0
     c1 = tl.zeros_like(t)
     if FIXED == 0:
-        lever = g1 - s1 / s0 * g0 - t * gt + z_bar * t * gb
+        lever = g1 - off_z * g0 - t * gt + (mean_z + off_z) * t * gb
         two = regular & (cov > 0)
         c1 = tl.where(two, lever / tl.where(two, cov, 1.0), 0.0)
-    e_bar = (g0 - t * gb) / s0
+    e_bar = (g0 - t * gb) * r_s0
     c0 = e_bar - c1 * p_bar
     flat = (status == UNIFORM) | (status == CONSTANT)
-    dk = tl.where(regular | tied, c0, tl.where(flat, total / n, 0.0))
+    dk = tl.where(regular | tied, c0, tl.where(flat, total * r_n, 0.0))
     if FIXED:
         # sum q z (c0 - e) / t, with z measured from mean_z and the budget's own part put back.
         dh = tl.where(regular, (c0 * s1 - g1) / t - mean_z * gb + gt, 0.0)
     else:
-        a = k / n
+        a = k * r_n
         dk = tl.where(regular, dk + 0.5 * c1 * (2 * a + (1 - 2 * a) * hardness), dk)
         dh = tl.where(regular, 0.5 * c1 * k * (1 - a), 0.0)
     broken = status == NONFINITE
@@ -1381,8 +1433,10 @@ def vjp(
         for u in tl.static_range(U):
             b_e = _upstream(p_v, j * U + u, n_cols, b_xs[u], b_gs[u], GATE, T, LANES, EVEN)
             lanes = _plus(lanes, _grad_tile(b_xs[u], b_e, line, centre, T))
-    sums = _across(lanes, S, ROWS)
-    sums = _wide(sums)
+    sums = _fours(lanes)
+    if S == f64:
+        sums = _wide(sums)
+    sums = _wide(_across(sums, ROWS))
     sums, _seen = _meet(sums, sums[0], False, team, TEAM, LINES)
     e_bar, c1, p_bar, dk, dh = _coefficients(
         sums, status, at[2], centred, (gb, gt), k, hardness, FIXED
@@ -1407,7 +1461,9 @@ def vjp(
             b_gn = _loads(p_g, first * U, n_cols, 0.0, T, U, LANES, EVEN)
     e_bar, c1, rate = e_bar.to(T), c1.to(T), (1.0 / at[2]).to(T)
     under, over = p_bar.to(T), (1.0 - p_bar).to(T)
-    regular, broken = _v(_is_regular(status)), _v(status == NONFINITE)
+    # What only a regular row has a gradient of, and what a broken one adds to it.
+    least = tl.where(_is_regular(status), -INF, INF).to(T)
+    poison = tl.where(status == NONFINITE, float("nan"), 0.0).to(T)
     for j in range(first, end, step):
         if ONCE:
             i = 0
@@ -1422,13 +1478,13 @@ def vjp(
             b_x, b_g = b_xs[u], b_gs[u]
             b_e = _upstream(p_v, i + u, n_cols, b_x, b_g, GATE, T, LANES, EVEN)
             b_y = _y(b_x, line)
-            m_ok = b_x > -INF
             b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
             b_p = tl.where(b_y > 0, 1.0 - b_q, b_q)
             b_off = tl.where(b_y > 0, _v(over) - b_q, b_q - _v(under))
             b_d = b_q * _v(rate) * ((b_e - _v(e_bar)) - _v(c1) * b_off)
-            b_d = tl.where(broken, float("nan"), tl.where(regular & m_ok, b_d, 0.0))
+            b_d = tl.where(b_x > _v(least), b_d, 0.0) + _v(poison)
             if GATE:
+                m_ok = b_x > -INF
                 b_m = tl.where(_v(soft) & m_ok, b_p, _other_mask(b_x, level, status, T))
                 if binary:
                     b_hard, left = _tile_hard(b_x, pivot, left, T, ROWS)
