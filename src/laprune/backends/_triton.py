@@ -4,11 +4,11 @@
 """The solver and its gradient in Triton. ``reference`` explains the mathematics in the same words.
 
 A program holds ROWS short rows, or a part of one long row that a team of programs solves together.
-It walks over its scores in tiles ``[LANES, ROWS, 4]``, U of them at a time: a thread has four
-neighbouring scores of one row in each, and sums them up alone. Every pass reads the scores again,
-from the cache if they fit there. What belongs to a row is a vector ``[ROWS]``, or a scalar if ROWS
-is one, of the type T of the scores (float32 for half types). A program adds in T, a team in float64
-and in the order of its programs.
+It walks over its scores in tiles ``[LANES, ROWS, U, 4]``: a thread has U times four neighbouring
+scores of one row, and sums them up alone. Every pass reads the scores again, from the cache if they
+fit there; rows of a single tile stay in registers. What belongs to a row is a vector ``[ROWS]``, or
+a scalar if ROWS is one, of the type T of the scores (float32 for half types). A program adds in T,
+a team in float64 and in the order of its programs.
 
 The exponent is kept in base two: ``y = z log2(e)``, and ``e = 2^-|y| = 2 q``.
 """
@@ -45,7 +45,7 @@ COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 @triton.jit
 def _v(x):
     """A number per row, beside a tile."""
-    return x if len(x.shape) == 0 else x[None, :, None]
+    return x if len(x.shape) == 0 else x[None, :, None, None]
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _any(m):
 
 @triton.jit
 def _total(b_x, S: tl.constexpr, ROWS: tl.constexpr):
-    """The sum over a tile, row by row."""
+    """The sum over threads, row by row, of four sums each."""
     return _row(tl.sum(tl.sum(b_x, 2), 0), ROWS).to(S)
 
 
@@ -98,42 +98,32 @@ def _log(x):
 
 
 @triton.jit
-def _columns(i, LANES: tl.constexpr):
-    """The columns of tile i of a row, in order."""
-    o = tl.arange(0, LANES)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    return i * (LANES * 4) + o
+def _columns(i, U: tl.constexpr, LANES: tl.constexpr):
+    """The columns of tile i of a row: the threads' fours lie side by side, U times over."""
+    o = tl.arange(0, LANES)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    o += tl.arange(0, U)[None, None, :, None] * (LANES * 4)
+    return i * (U * LANES * 4) + o
 
 
 @triton.jit
-def _load(p, i, n_cols, other, T: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):
-    o = _columns(i, LANES)
+def _load(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
+          EVEN: tl.constexpr):  # fmt: skip
+    o = _columns(i, U, LANES)
     if EVEN == 1:
         return tl.load(p + o).to(T)
+    elif EVEN == MOSTLY:
+        if (i + 1) * (U * LANES * 4) <= n_cols:
+            b_x = tl.load(p + o).to(T)
+        else:
+            b_x = tl.load(p + o, mask=o < n_cols, other=other).to(T)
+        return b_x
     else:
         return tl.load(p + o, mask=o < n_cols, other=other).to(T)
 
 
 @triton.jit
-def _loads(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
-           EVEN: tl.constexpr):  # fmt: skip
-    """U tiles from tile i on: all are asked for before the first is used."""
-    if EVEN == MOSTLY:
-        if (i + U) * (LANES * 4) <= n_cols:
-            b_xs = _loads(p, i, n_cols, other, T, U, LANES, 1)
-        else:
-            b_xs = _loads(p, i, n_cols, other, T, U, LANES, 0)
-        return b_xs
-    elif U == 1:
-        return (_load(p, i, n_cols, other, T, LANES, EVEN),)
-    else:
-        H: tl.constexpr = U // 2
-        first = _loads(p, i, n_cols, other, T, H, LANES, EVEN)
-        return first + _loads(p, i + H, n_cols, other, T, H, LANES, EVEN)
-
-
-@triton.jit
-def _store(p, i, n_cols, b_x, LANES: tl.constexpr, EVEN: tl.constexpr):
-    o = _columns(i, LANES)
+def _store(p, i, n_cols, b_x, U: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):
+    o = _columns(i, U, LANES)
     b_x = b_x.to(p.dtype.element_ty)
     if EVEN == 1:
         tl.store(p + o, b_x)
@@ -142,17 +132,11 @@ def _store(p, i, n_cols, b_x, LANES: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _samples(p_x, n_cols, u, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
-             PARTS: tl.constexpr):  # fmt: skip
-    """Groups of four scores spread evenly over a long row: U of PARTS tiles, from tile u on."""
-    if U == 1:
-        every = n_cols // (PARTS * LANES * 4)
-        o = (u * LANES + tl.arange(0, LANES)).to(tl.int64)[:, None, None] * every * 4
-        return (tl.load(p_x + o + tl.arange(0, 4)[None, None, :]).to(T),)
-    else:
-        H: tl.constexpr = U // 2
-        first = _samples(p_x, n_cols, u, T, H, LANES, PARTS)
-        return first + _samples(p_x, n_cols, u + H, T, H, LANES, PARTS)
+def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
+    """A tile whose fours are spread evenly over a long row."""
+    every = n_cols // (U * LANES * 4)
+    o = tl.arange(0, U)[None, None, :, None] * LANES + tl.arange(0, LANES)[:, None, None, None]
+    return tl.load(p_x + o.to(tl.int64) * every * 4 + tl.arange(0, 4)[None, None, None, :]).to(T)
 
 
 @triton.jit
@@ -316,17 +300,18 @@ def _y(b_x, line):
 
 @triton.jit
 def _tile_sums(b_x, line, T: tl.constexpr):
-    """The terms of a pass's sums, in units of e and y; lo is y <= 0, hi is y > 0, w = |y|."""
+    """A pass's sums, in units of e and y; lo is y <= 0, hi is y > 0, w = |y|."""
     b_y = _y(b_x, line)
     b_w = tl.minimum(tl.abs(b_y), _max_y(T))
     b_e = tl.exp2(b_w * -1.0)
     m_hi = b_y > 0
     b_hi = tl.where(m_hi, b_e, 0.0)
     b_lo = b_e - b_hi
-    return (
+    terms = (
         tl.where(m_hi, 1.0, 0.0).to(T), b_lo, b_hi, b_lo * b_w, b_hi * b_w, b_lo * b_e, b_hi * b_e,
         (b_e * b_w) * b_e,
     )  # fmt: skip
+    return tl.reduce(terms, 2, _add8)
 
 
 @triton.jit
@@ -338,30 +323,28 @@ def _tile_mask(b_x, line, T: tl.constexpr):
 
 
 @triton.jit
-def _gate(p_v, i, n_cols, b_x, b_p, GATE: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr,
-          EVEN: tl.constexpr):  # fmt: skip
+def _gate(p_v, i, n_cols, b_x, b_p, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+          LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The mask, or the mask times what it gates."""
     if GATE == 1:
-        b_x = _load(p_v, i, n_cols, 0.0, T, LANES, EVEN)
+        b_x = _load(p_v, i, n_cols, 0.0, T, U, LANES, EVEN)
     if GATE:
         b_p = tl.where(b_p == 0, 0.0, b_p * b_x)
     return b_p
 
 
 @triton.jit
-def _write(p_v, p_out, i, n_cols, b_xs, line, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+def _write(p_v, p_out, i, n_cols, b_x, line, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
            LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """U tiles of soft rows, from tile i on."""
-    for u in tl.static_range(U):
-        b_p = _tile_mask(b_xs[u], line, T)
-        b_p = _gate(p_v, i + u, n_cols, b_xs[u], b_p, GATE, T, LANES, EVEN)
-        _store(p_out, i + u, n_cols, b_p, LANES, EVEN)
+    """Tile i of soft rows."""
+    b_p = _gate(p_v, i, n_cols, b_x, _tile_mask(b_x, line, T), GATE, T, U, LANES, EVEN)
+    _store(p_out, i, n_cols, b_p, U, LANES, EVEN)
 
 
 @triton.jit
 def _tile_seen(b_x, T: tl.constexpr):
-    """1 for an eligible score, BAD for one that is NaN or infinite."""
-    return tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T)
+    """The sum of 1 for an eligible score, BAD for one that is NaN or infinite."""
+    return tl.sum(tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T), 2)
 
 
 @triton.jit
@@ -371,26 +354,24 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
     """The sums at a point, and, where asked, the mask there and how many scores are eligible (BAD
     for each bad one).
 
-    AHEAD: the next tiles are asked for while these are summed. b_next are those of the first stop;
-    at the last one, those at `after` are asked for, where the next pass is to begin.
+    AHEAD: the next tile is asked for while this one is summed. b_next is that of the first stop; at
+    the last one, that at `after` is asked for, where the next pass is to begin.
     """
     lanes = _zero8(ROWS, LANES, T)
     seen = tl.zeros([LANES, ROWS, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
-        i = _stop(j, walk) * U
+        i = _stop(j, walk)
         if AHEAD:
-            b_xs = b_next
+            b_x = b_next
             then = tl.where(j + walk[2] < walk[1], _stop(j + walk[2], walk), after)
-            b_next = _loads(p_x, then * U, n_cols, -INF, T, U, LANES, EVEN)
+            b_next = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
         else:
-            b_xs = _loads(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            lanes = _plus(lanes, _tile_sums(b_xs[u], line, T))
+            b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
+        lanes = _plus(lanes, _tile_sums(b_x, line, T))
         if counting:
-            for u in tl.static_range(U):
-                seen += _tile_seen(b_xs[u], T)
+            seen += _tile_seen(b_x, T)
         if write:
-            _write(p_v, p_out, i, n_cols, b_xs, line, GATE, T, U, LANES, EVEN)
+            _write(p_v, p_out, i, n_cols, b_x, line, GATE, T, U, LANES, EVEN)
     total = _zeros(ROWS, T)
     if counting:
         total = _total(seen, T, ROWS)
@@ -399,40 +380,39 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
 
 @triton.jit
 def _tile_spread(b_x, line, a, rest, T: tl.constexpr):
-    """(p - a)^2, without cancellation where p is close to a, and without rounding 1 - q."""
+    """The sum of (p - a)^2, without cancellation where p is close to a, without rounding 1 - q."""
     b_y = _y(b_x, line)
     b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
     b_d = tl.where(b_y > 0, _v(rest.to(T)) - b_q, b_q - _v(a.to(T)))
     b_d = tl.where(b_x > -INF, b_d, 0.0)
-    return b_d * b_d
+    return tl.sum(b_d * b_d, 2)
 
 
 @triton.jit
 def _tile_near(b_x, line):
-    """Whose maxima are: the nearest score below the barrier, minus the nearest above it, and minus
-    the distance from the pivot to the nearest other score; all measured from the pivot."""
+    """The nearest score below the barrier, minus the nearest above it, and minus the distance from
+    the pivot to the nearest other score; all measured from the pivot."""
     b_d = b_x - _v(line[0])
     m_hi = b_d * _v(line[1]) - _v(line[2]) > 0
     b_far = tl.abs(b_d)
     return (
-        tl.where(m_hi, -INF, b_d),
-        tl.where(m_hi, -b_d, -INF),
-        tl.where(b_far > 0, -b_far, -INF),
+        tl.max(tl.where(m_hi, -INF, b_d), 2),
+        tl.max(tl.where(m_hi, -b_d, -INF), 2),
+        tl.max(tl.where(b_far > 0, -b_far, -INF), 2),
     )
 
 
 @triton.jit
 def _tile_survey(b_x, n_cols, T: tl.constexpr):
-    """Whose sums are the number of eligible and of bad scores and the mean, and whose maxima are
-    the highest and minus the lowest score."""
+    """The number of eligible and of bad scores, their mean, the highest and minus the lowest."""
     m_ok = b_x > -INF
     share = 1.0 / n_cols
     return (
-        tl.where(m_ok, 1.0, 0.0).to(T),
-        tl.where(b_x < INF, 0.0, 1.0).to(T),
-        tl.where(m_ok, b_x, 0.0) * share,
-        b_x,
-        tl.where(m_ok, -b_x, -INF),
+        tl.sum(tl.where(m_ok, 1.0, 0.0).to(T), 2),
+        tl.sum(tl.where(b_x < INF, 0.0, 1.0).to(T), 2),
+        tl.sum(tl.where(m_ok, b_x, 0.0) * share, 2),
+        tl.max(b_x, 2),
+        tl.max(tl.where(m_ok, -b_x, -INF), 2),
     )
 
 
@@ -441,9 +421,8 @@ def _row_spread(p_x, n_cols, line, a, rest, walk, T: tl.constexpr, S: tl.constex
                 ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     total = tl.zeros([LANES, ROWS, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
-        b_xs = _loads(p_x, _stop(j, walk) * U, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            total += _tile_spread(b_xs[u], line, a, rest, T)
+        b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
+        total += _tile_spread(b_x, line, a, rest, T)
     return _total(total, S, ROWS)
 
 
@@ -453,10 +432,9 @@ def _row_near(p_x, n_cols, line, walk, T: tl.constexpr, S: tl.constexpr, U: tl.c
     none = tl.full([LANES, ROWS, 4], -INF, T)
     most = (none, none, none)
     for j in range(walk[0], walk[1], walk[2]):
-        b_xs = _loads(p_x, _stop(j, walk) * U, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            near = _tile_near(b_xs[u], line)
-            most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
+        b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
+        near = _tile_near(b_x, line)
+        most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
     return _across_max(most, S, ROWS)
 
 
@@ -481,11 +459,9 @@ def _row_survey(p_x, n_cols, walk, T: tl.constexpr, S: tl.constexpr, U: tl.const
     zero, none = tl.zeros([LANES, ROWS, 4], T), tl.full([LANES, ROWS, 4], -INF, T)
     ok, bad, mean, high, low = zero, zero, zero, none, none
     for i in range(walk[0], walk[1], walk[2]):
-        b_xs = _loads(p_x, i * U, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            s = _tile_survey(b_xs[u], n_cols, T)
-            ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
-            high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
+        s = _tile_survey(_load(p_x, i, n_cols, -INF, T, U, LANES, EVEN), n_cols, T)
+        ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
+        high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
     return _surveyed(ok, bad, mean, high, low, S, ROWS)
 
 
@@ -496,64 +472,44 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
     """How many scores are above a score, or equal to it."""
     total = tl.zeros([LANES, ROWS, 4], T)
     for i in range(walk[0], walk[1], walk[2]):
-        b_xs = _loads(p_x, i * U, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            m = b_xs[u] == _v(cut) if EQUAL else b_xs[u] > _v(cut)
-            total += tl.where(m, 1.0, 0.0).to(T)
+        b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
+        m = b_x == _v(cut) if EQUAL else b_x > _v(cut)
+        total += tl.sum(tl.where(m, 1.0, 0.0).to(T), 2)
     return _total(total, S, ROWS)
 
 
-# --- the same over tiles that are held in registers ----------------------------------------------
+# --- the same over one tile that is held in registers --------------------------------------------
 
 # Sums begin with zeros: a product that is added to another thread's right away would be fused with
 # the addition, unrounded in the one thread and rounded in the other, and they would disagree.
 
 
 @triton.jit
-def _held_survey(b_xs, n_cols, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
-                 ROWS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    zero, none = tl.zeros([LANES, ROWS, 4], T), tl.full([LANES, ROWS, 4], -INF, T)
-    ok, bad, mean, high, low = zero, zero, zero, none, none
-    for u in tl.static_range(U):
-        s = _tile_survey(b_xs[u], n_cols, T)
-        ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
-        high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
-    return _surveyed(ok, bad, mean, high, low, S, ROWS)
+def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
+                 LANES: tl.constexpr):  # fmt: skip
+    s = _tile_survey(b_x, n_cols, T)
+    return _surveyed(s[0], s[1], tl.zeros([LANES, ROWS, 4], T) + s[2], s[3], s[4], S, ROWS)
 
 
 @triton.jit
-def _held_sums(b_xs, line, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
-               LANES: tl.constexpr):  # fmt: skip
-    lanes = _zero8(ROWS, LANES, T)
-    for u in tl.static_range(U):
-        lanes = _plus(lanes, _tile_sums(b_xs[u], line, T))
-    return _across(_fours(lanes), ROWS)
+def _held_sums(b_x, line, T: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    return _across(_fours(_plus(_zero8(ROWS, LANES, T), _tile_sums(b_x, line, T))), ROWS)
 
 
 @triton.jit
-def _held_spread(b_xs, line, a, rest, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
-                 ROWS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    total = tl.zeros([LANES, ROWS, 4], T)
-    for u in tl.static_range(U):
-        total += _tile_spread(b_xs[u], line, a, rest, T)
-    return _total(total, S, ROWS)
+def _held_spread(b_x, line, a, rest, T: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    spread = tl.zeros([LANES, ROWS, 4], T) + _tile_spread(b_x, line, a, rest, T)
+    return _total(spread, T, ROWS)
 
 
 @triton.jit
-def _held_near(b_xs, line, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
-    most = _tile_near(b_xs[0], line)
-    for u in tl.static_range(1, U):
-        near = _tile_near(b_xs[u], line)
-        most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
-    return _across_max(most, S, ROWS)
+def _held_near(b_x, line, S: tl.constexpr, ROWS: tl.constexpr):
+    return _across_max(_tile_near(b_x, line), S, ROWS)
 
 
 @triton.jit
-def _held_count(b_xs, cut, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr):
-    total = tl.where(b_xs[0] > _v(cut), 1.0, 0.0).to(T)
-    for u in tl.static_range(1, U):
-        total += tl.where(b_xs[u] > _v(cut), 1.0, 0.0).to(T)
-    return _total(total, T, ROWS)
+def _held_count(b_x, cut, T: tl.constexpr, ROWS: tl.constexpr):
+    return _total(tl.sum(tl.where(b_x > _v(cut), 1.0, 0.0).to(T), 2), T, ROWS)
 
 
 # --- the start -----------------------------------------------------------------------------------
@@ -647,7 +603,7 @@ def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.con
             counted = _meet1(total, (p_lines, p_count, size, me, meetings), TEAM, LINES).to(T)
             meetings += 1
         elif HELD:
-            counted = _held_count(b_held, cut, T, U, ROWS)
+            counted = _held_count(b_held, cut, T, ROWS)
         counted = tl.where(flip, n - counted, counted)
         f = _log(_over(counted + 0.25, few))
         # The first count, at the mean, says on which side of it to look.
@@ -918,15 +874,17 @@ def _tile_hard(b_x, threshold, left, T: tl.constexpr, ROWS: tl.constexpr):
     in the order of their index."""
     cut = _v(threshold.to(T))
     tied = (b_x == cut).to(tl.int32)
-    four = tl.sum(tied, 2)
-    turn = tl.cumsum(tied, 2) + (tl.cumsum(four, 0) - four)[:, :, None]
+    four = tl.sum(tied, 3)
+    part = tl.sum(four, 0)
+    before = (tl.cumsum(four, 0) - four) + (tl.cumsum(part, 1) - part)[None, :, :]
+    turn = tl.cumsum(tied, 3) + before[:, :, :, None]
     share = tl.minimum(tl.maximum(left, 0.0), 1e9)
     full = tl.floor(share)
     rest = _v((share - full).to(T))
     full = _v(full.to(tl.int32))
     served = tl.where(turn <= full, 1.0, tl.where(turn == full + 1, rest, 0.0))
     b_p = tl.where(b_x == cut, served, tl.where(b_x > cut, 1.0, 0.0)).to(T)
-    return b_p, left - _row(tl.sum(four, 0), ROWS).to(tl.float64)
+    return b_p, left - _row(tl.sum(part, 1), ROWS).to(tl.float64)
 
 
 @triton.jit
@@ -998,15 +956,14 @@ def _fill(p_x, p_v, p_out, n_cols, line, level, status, threshold, left, walk, G
     """Write rows of any status."""
     some_hard = _any(status == HARD)
     for j in range(walk[0], walk[1], walk[2]):
-        b_xs = _loads(p_x, j * U, n_cols, -INF, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            b_p = _other_mask(b_xs[u], level, status, T)
-            b_p = tl.where(_v(_is_soft(status)), _tile_mask(b_xs[u], line, T), b_p)
-            if some_hard:
-                b_hard, left = _tile_hard(b_xs[u], threshold, left, T, ROWS)
-                b_p = tl.where(_v(status == HARD), b_hard, b_p)
-            b_p = _gate(p_v, j * U + u, n_cols, b_xs[u], b_p, GATE, T, LANES, EVEN)
-            _store(p_out, j * U + u, n_cols, b_p, LANES, EVEN)
+        b_x = _load(p_x, j, n_cols, -INF, T, U, LANES, EVEN)
+        b_p = _other_mask(b_x, level, status, T)
+        b_p = tl.where(_v(_is_soft(status)), _tile_mask(b_x, line, T), b_p)
+        if some_hard:
+            b_hard, left = _tile_hard(b_x, threshold, left, T, ROWS)
+            b_p = tl.where(_v(status == HARD), b_hard, b_p)
+        b_p = _gate(p_v, j, n_cols, b_x, b_p, GATE, T, U, LANES, EVEN)
+        _store(p_out, j, n_cols, b_p, U, LANES, EVEN)
 
 
 @triton.jit
@@ -1044,7 +1001,7 @@ def solve_rows(
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Solve short rows, ROWS to a program; ONCE: U tiles are a row."""
+    """Solve short rows, ROWS to a program; ONCE: a tile holds all of a row."""
     f64: tl.constexpr = tl.float64
     o_rows = _my_rows(rows, ROWS)
     base = _v(o_rows * n_cols)
@@ -1053,10 +1010,10 @@ def solve_rows(
     walk = (0, 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4), 1, 1, 0)
     alone = (p_info, p_info, 1, 0, 0)
 
-    b_held = (p_x,)
+    b_held = p_x
     if ONCE:
-        b_held = _loads(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
-        n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, U, ROWS, LANES)
+        b_held = _load(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
+        n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
     else:
         n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
     low, share = -low, n_cols / tl.maximum(n, 1.0)
@@ -1079,7 +1036,7 @@ def solve_rows(
         line = _line(at, T)
         spread = nil
         if ONCE:
-            sums = _held_sums(b_held, line, T, U, ROWS, LANES)
+            sums = _held_sums(b_held, line, T, ROWS, LANES)
         else:
             sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, 0, GATE,
                          T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
@@ -1175,9 +1132,9 @@ def solve_long(
     none, zero = tl.zeros([], tl.int32), tl.zeros([], f64)
 
     # The start: a sample, if it says enough; else the whole row.
-    b_s = _samples(p_x, n_cols, 0, T, U, LANES, U)
+    b_s = _sample(p_x, n_cols, T, U, LANES)
     share = (zero + W) / n_cols
-    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, U, 1, LANES)
+    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, 1, LANES)
     low = -low
     k_now = k * share
     doubt = k_now * (1.0 - k_now / n)
@@ -1206,24 +1163,24 @@ def solve_long(
         (p_lines, p_count, size, me, meetings), FIXED, T, f64, U, 1, LANES, EVEN, True, TEAM, LINES,
     )  # fmt: skip
 
-    # The first tiles are on their way while the sample is solved.
+    # The first tile is on its way while the sample is solved.
     few = (whole == 0) & (few_tiles < tiles)
     ready = tl.where(few, me * (tiles // few_tiles), me)
-    b_next = _loads(p_x, ready * U, n_cols, -INF, T, U, LANES, EVEN)
+    b_next = _load(p_x, ready, n_cols, -INF, T, U, LANES, EVEN)
     soft = _any(hardness < SOFT) & (FIXED == 0)
     tolerance = (mass_tol, hardness_tol)
     nowhere = (none > 0, zero.to(T), zero.to(T), zero.to(T))
     passes, sampling = none, (whole == 0).to(tl.int32)
     while sampling > 0:
         line = _line(at, T)
-        sums = _held_sums(b_s, line, T, U, 1, LANES)
+        sums = _held_sums(b_s, line, T, 1, LANES)
         spread = zero.to(T)
         if soft:
-            spread = _held_spread(b_s, line, problem[3], problem[4], T, T, U, 1, LANES)
+            spread = _held_spread(b_s, line, problem[3], problem[4], T, 1, LANES)
         passes += 1
         tries = (passes, none, none)
         if tl.minimum(sums[1], sums[2]) < n * SPARSE:
-            below, above, gap = _held_near(b_s, line, T, U, 1)
+            below, above, gap = _held_near(b_s, line, T, 1)
             near = (none == 0, below, -above, -gap)
             step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
         else:
@@ -1247,7 +1204,7 @@ def solve_long(
         passes_all += 1
         after = tl.where((passes_all & 1) > 0, tiles - 1 - me, me)
         if ready != _stop(me, path):
-            b_next = _loads(p_x, _stop(me, path) * U, n_cols, -INF, T, U, LANES, EVEN)
+            b_next = _load(p_x, _stop(me, path), n_cols, -INF, T, U, LANES, EVEN)
         ready = after
         sums, seen, b_next = _pass(
             p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path, b_next, after, True, GATE,
@@ -1322,23 +1279,24 @@ def solve_long(
 
 @triton.jit
 def _grad_tile(b_x, b_e, line, means, T: tl.constexpr):
-    """Terms of the gradient's sums, centred on the means; b_e is the gradient of p."""
+    """The gradient's sums, centred on the means; b_e is the gradient of p."""
     b_y = _y(b_x, line)
     m_ok = b_x > -INF
     b_q = tl.where(m_ok, 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0), 0.0)
     b_p = tl.where(b_y > 0, 1.0 - b_q, b_q) - _v(means[1])
     b_z = b_q * (tl.minimum(tl.maximum(b_y, -_max_y(T)), _max_y(T)) * LN2 - _v(means[0]))
-    return (
+    terms = (
         tl.where(m_ok, 1.0, 0.0).to(T), b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_e,
     )  # fmt: skip
+    return tl.reduce(terms, 2, _add8)
 
 
 @triton.jit
-def _upstream(p_v, i, n_cols, b_x, b_g, GATE: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr,
-              EVEN: tl.constexpr):  # fmt: skip
+def _upstream(p_v, i, n_cols, b_x, b_g, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+              LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The gradient of p: the gradient that arrives, times what p gates."""
     if GATE == 1:
-        b_g = b_g * _load(p_v, i, n_cols, 0.0, T, LANES, EVEN)
+        b_g = b_g * _load(p_v, i, n_cols, 0.0, T, U, LANES, EVEN)
     if GATE == 2:
         b_g = b_g * b_x
     return tl.where(b_x > -INF, b_g, 0.0)
@@ -1384,8 +1342,8 @@ def vjp(
     U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
     TEAM: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of rows in two passes: its sums, then, backwards, the gradient itself. ONCE: U
-    tiles are a row, and held."""
+    """The gradient of rows in two passes: its sums, then, backwards, the gradient itself. ONCE: a
+    tile holds all of a row."""
     f64: tl.constexpr = tl.float64
     if TEAM:
         row = tl.program_id(0).to(tl.int64) // size
@@ -1417,22 +1375,21 @@ def vjp(
     if TEAM:
         tiles = tiles.to(tl.int64)
     team = (p_lines, p_count, size, me, 0)
-    b_xs = _loads(p_x, me * U, n_cols, -INF, T, U, LANES, EVEN)
-    b_gs = _loads(p_g, me * U, n_cols, 0.0, T, U, LANES, EVEN)
-    b_xn, b_gn = b_xs, b_gs
+    b_x = _load(p_x, me, n_cols, -INF, T, U, LANES, EVEN)
+    b_g = _load(p_g, me, n_cols, 0.0, T, U, LANES, EVEN)
+    b_xn, b_gn = b_x, b_g
 
     lanes = _zero8(ROWS, LANES, T)
     for j in range(me, tiles, 1 if ONCE else size):
         if ONCE == 0:
-            # The next tiles are asked for while these are summed; at the end, those that the second
+            # The next tile is asked for while this one is summed; at the end, that which the second
             # pass begins with.
-            b_xs, b_gs = b_xn, b_gn
-            then = tl.where(j + size < tiles, j + size, tiles - 1 - me) * U
-            b_xn = _loads(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
-            b_gn = _loads(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            b_e = _upstream(p_v, j * U + u, n_cols, b_xs[u], b_gs[u], GATE, T, LANES, EVEN)
-            lanes = _plus(lanes, _grad_tile(b_xs[u], b_e, line, centre, T))
+            b_x, b_g = b_xn, b_gn
+            then = tl.where(j + size < tiles, j + size, tiles - 1 - me)
+            b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
+        b_e = _upstream(p_v, j, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
+        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, T))
     sums = _fours(lanes)
     if S == f64:
         sums = _wide(sums)
@@ -1457,8 +1414,8 @@ def vjp(
             _meet1(equal, team, TEAM, LINES)
             left = b - _ties_before(team, LINES)
         if ONCE == 0:
-            b_xn = _loads(p_x, first * U, n_cols, -INF, T, U, LANES, EVEN)
-            b_gn = _loads(p_g, first * U, n_cols, 0.0, T, U, LANES, EVEN)
+            b_xn = _load(p_x, first, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _load(p_g, first, n_cols, 0.0, T, U, LANES, EVEN)
     e_bar, c1, rate = e_bar.to(T), c1.to(T), (1.0 / at[2]).to(T)
     under, over = p_bar.to(T), (1.0 - p_bar).to(T)
     # What only a regular row has a gradient of, and what a broken one adds to it.
@@ -1469,31 +1426,29 @@ def vjp(
             i = 0
         else:
             walk = (first, end, step, 1, last)
-            i = _stop(j, walk) * U
-            b_xs, b_gs = b_xn, b_gn
-            then = _stop(tl.where(j + step < end, j + step, j), walk) * U
-            b_xn = _loads(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
-            b_gn = _loads(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
-        for u in tl.static_range(U):
-            b_x, b_g = b_xs[u], b_gs[u]
-            b_e = _upstream(p_v, i + u, n_cols, b_x, b_g, GATE, T, LANES, EVEN)
-            b_y = _y(b_x, line)
-            b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
-            b_p = tl.where(b_y > 0, 1.0 - b_q, b_q)
-            b_off = tl.where(b_y > 0, _v(over) - b_q, b_q - _v(under))
-            b_d = b_q * _v(rate) * ((b_e - _v(e_bar)) - _v(c1) * b_off)
-            b_d = tl.where(b_x > _v(least), b_d, 0.0) + _v(poison)
-            if GATE:
-                m_ok = b_x > -INF
-                b_m = tl.where(_v(soft) & m_ok, b_p, _other_mask(b_x, level, status, T))
-                if binary:
-                    b_hard, left = _tile_hard(b_x, pivot, left, T, ROWS)
-                    b_m = tl.where(_v(status == HARD), b_hard, b_m)
-                if GATE == 1:
-                    _store(p_dv, i + u, n_cols, b_g * b_m, LANES, EVEN)
-                else:
-                    b_d += b_g * b_m
-            _store(p_dx, i + u, n_cols, b_d, LANES, EVEN)
+            i = _stop(j, walk)
+            b_x, b_g = b_xn, b_gn
+            then = _stop(tl.where(j + step < end, j + step, j), walk)
+            b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+            b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
+        b_e = _upstream(p_v, i, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
+        b_y = _y(b_x, line)
+        b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
+        b_p = tl.where(b_y > 0, 1.0 - b_q, b_q)
+        b_off = tl.where(b_y > 0, _v(over) - b_q, b_q - _v(under))
+        b_d = b_q * _v(rate) * ((b_e - _v(e_bar)) - _v(c1) * b_off)
+        b_d = tl.where(b_x > _v(least), b_d, 0.0) + _v(poison)
+        if GATE:
+            m_ok = b_x > -INF
+            b_m = tl.where(_v(soft) & m_ok, b_p, _other_mask(b_x, level, status, T))
+            if binary:
+                b_hard, left = _tile_hard(b_x, pivot, left, T, ROWS)
+                b_m = tl.where(_v(status == HARD), b_hard, b_m)
+            if GATE == 1:
+                _store(p_dv, i, n_cols, b_g * b_m, U, LANES, EVEN)
+            else:
+                b_d += b_g * b_m
+        _store(p_dx, i, n_cols, b_d, U, LANES, EVEN)
     if me == 0:
         tl.store(p_dk + o_rows, dk)
         tl.store(p_dh + o_rows, dh)

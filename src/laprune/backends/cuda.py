@@ -27,7 +27,7 @@ LINE = 16  # numbers a program shows its team
 
 
 class Plan(NamedTuple):
-    """How a shape is cut into programs: tiles [unroll, rows, lanes, 4], and a team per long row."""
+    """How a shape is cut into programs: tiles [lanes, rows, unroll, 4], and a team per long row."""
 
     rows: int
     lanes: int
