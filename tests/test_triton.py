@@ -15,11 +15,13 @@ import sys
 import pytest
 import torch
 from conftest import no_waiting
+from torch.autograd import forward_ad
 
 from laprune.backends import Status, cuda, reference, use
 from laprune.backends import pieces as in_pieces
 from laprune.backends._contract import OFFSET, TEMPERATURE
 from laprune.backends.exchange import Exchange
+from laprune.op import topk
 from laprune.studies import inputs
 
 ON_GPU = torch.cuda.is_available()
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, insi
 
 TEAM = 2 if ON_GPU else 1
 PLANS = {
+    "held": cuda.Plan(2, 16, 4),
     "rows": cuda.Plan(16, 4, 2),
     "row": cuda.Plan(1, 64, 1),
     "alone": cuda.Plan(1, 32, 2, team=1),
@@ -251,6 +254,48 @@ def test_a_given_temperature(regime):
     pull = torch.full((4, 5), 0.5, dtype=torch.float64)
     _, state, _ = compare(regime, r, k, t, fixed=True, pull=pull)
     assert state[:2, TEMPERATURE].tolist() == [0.3, 2.0]
+
+
+@kernels
+@pytest.mark.parametrize("regime", ["held", "team"])
+def test_a_number_is_a_tensor_of_equal_numbers(regime):
+    r = inputs.draw("gaussian", 3, 150, dtype=torch.float32).to(DEVICE)
+    tensors = [torch.full((3,), x, dtype=torch.float64, device=DEVICE) for x in (7.5, 0.7)]
+    how = PLANS[regime]
+    out, state, info = cuda.solve(r, *tensors, None, False, False, how=how)
+    for a, b in zip(
+        cuda.solve(r, 7.5, 0.7, None, False, False, how=how), (out, state, info), strict=True
+    ):
+        assert torch.equal(a, b)
+    g = torch.randn(r.shape, generator=torch.Generator().manual_seed(7)).to(r)
+    rest = (None, False, False, state, info, g, None, how)
+    dr, _, dk, dh = cuda.vjp(r, 7.5, 0.7, *rest)
+    want_dr, _, want_dk, want_dh = cuda.vjp(r, *tensors, *rest)
+    assert torch.equal(dr, want_dr)
+    assert torch.equal(dk, want_dk)
+    assert torch.equal(dh, want_dh)
+
+
+@kernels
+def test_numbers_have_every_derivative_that_tensors_have():
+    r = inputs.draw("gaussian", 2, 30, dtype=torch.float64).to(DEVICE).requires_grad_()
+    tensors = [torch.full((2,), x, dtype=torch.float64, device=DEVICE) for x in (7.5, 0.7)]
+    g, v = torch.randn(
+        2, 2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    ).to(DEVICE)
+
+    def derivatives(k, gamma):
+        out = topk(r, k, gamma, None, False, False)[0]
+        (first,) = torch.autograd.grad(out, r, g, create_graph=True)
+        (second,) = torch.autograd.grad(first, r, v)
+        with forward_ad.dual_level():
+            dual = topk(forward_ad.make_dual(r.detach(), v), k, gamma, None, False, False)[0]
+            tangent = forward_ad.unpack_dual(dual).tangent
+        return out.detach(), first.detach(), second, tangent
+
+    with use(cuda):
+        for ours, theirs in zip(derivatives(7.5, 0.7), derivatives(*tensors), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 @kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,30 @@ Number = float | Tensor
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def number(x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts to ``shape``, as one float64 for each of the rows."""
+@overload
+def number(
+    x: Number,
+    name: str,
+    largest: float,
+    shape: torch.Size,
+    rows: Tensor,
+    as_is: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def number(
+    x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor, as_is: bool
+) -> Tensor | float: ...
+
+
+def number(
+    x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor, as_is: bool = False
+) -> Tensor | float:
+    """A number or a tensor that broadcasts to ``shape``, as one float64 for each of the rows.
+
+    ``as_is``: a positive number stays one.
+    """
     device, count = rows.device, rows.shape[0]
     work = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(x, Tensor):
@@ -30,6 +52,8 @@ def number(x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor
         raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
     if isinstance(x, Real):
         x = float(x)
+        if as_is and x > 0:
+            return x
     return torch.full((count,), x, dtype=work, device=device)
 
 

@@ -14,7 +14,7 @@ from ._arguments import check_dim, check_floating, check_gate, check_mode, maske
 from ._mesh import is_dtensor
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .op import topk
+from .op import takes_numbers, topk
 
 
 class Solution(NamedTuple):
@@ -233,8 +233,9 @@ class _Rows:
         gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape, largest = self.shape[:-1], float("inf") if fixed else 1.0
-        k = number(k, "k", self.shape[-1], shape, self.rows)
-        hardness = number(hardness, name, largest, shape, self.rows)
+        as_is = takes_numbers(self.rows)
+        k = number(k, "k", self.shape[-1], shape, self.rows, as_is)
+        hardness = number(hardness, name, largest, shape, self.rows, as_is)
         return topk(self.rows, k, hardness, values, gated, fixed)
 
     def restore(self, rows: Tensor) -> Tensor:

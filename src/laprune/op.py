@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import INFO_SIZE, STATE_SIZE, Status, pick, reference
+from .backends import INFO_SIZE, STATE_SIZE, Status, cuda, pick, reference
 
 
 @torch.library.custom_op("laprune::solve", mutates_args=())
@@ -28,7 +28,12 @@ def solve_op(
 
 
 def _solve(
-    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+    scores: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     on_host = scores.device.type == "cpu"
     if on_host:
@@ -84,11 +89,21 @@ def _is_traced(scores: Tensor) -> bool:
     )
 
 
-def _check_rows(n: int, k: Tensor, hardness: Tensor, fixed: bool) -> None:
+def takes_numbers(scores: Tensor) -> bool:
+    """Whether k and the hardness of these scores may be numbers: the backend needs no tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and scores.is_cuda
+        and pick(scores) is cuda
+        and not _is_traced(scores)
+    )
+
+
+def _check_rows(n: int, k: Tensor | float, hardness: Tensor | float, fixed: bool) -> None:
     """Refuse values that only real tensors show; elsewhere such rows come back as NaN."""
     name, most = ("temperature", torch.inf) if fixed else ("gamma", 1.0)
     for label, x, largest in (("k", k, float(n)), (name, hardness, most)):
-        if not len(x):
+        if not isinstance(x, Tensor) or not len(x):
             continue
         low, high = (bound.item() for bound in x.aminmax())
         if not (low >= 0 and high <= largest):  # NaN is neither
@@ -113,9 +128,14 @@ def _report(info: Tensor) -> None:
 # Dynamo refuses autograd functions with a jvp; in the graph, autograd itself traces this one.
 @torch.compiler.allow_in_graph
 def topk(
-    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+    scores: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`solve_op` with every derivative."""
+    """:func:`solve_op` with every derivative; where it :func:`takes_numbers`, also of numbers."""
     function = TopK if _is_traced(scores) else _Eager
     return function.apply(scores, k, hardness, values, gated, fixed)
 
@@ -134,6 +154,8 @@ class TopK(torch.autograd.Function):
         _, state, info = output
         ctx.mark_non_differentiable(info)
         ctx.set_materialize_grads(False)
+        ctx.numbers = tuple(None if isinstance(x, Tensor) else x for x in (k, hardness))
+        k, hardness = (x if isinstance(x, Tensor) else None for x in (k, hardness))
         ctx.save_for_backward(scores, k, hardness, values, state, info)
         ctx.save_for_forward(scores, k, hardness, values, state, info)
 
@@ -148,14 +170,18 @@ class TopK(torch.autograd.Function):
         upstream = grad_out if grad_state is None else grad_state
         plain = not (torch.is_grad_enabled() or _is_traced(grad_out) or _is_traced(upstream))
         run = pick(scores).vjp if plain else Vjp.apply
+        given_k, given_hardness = _given(ctx, k, hardness, state, plain)
         ds, dv, dk, dh = run(
-            scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, grad_out, grad_state
-        )
+            scores, given_k, given_hardness, values, ctx.gated, ctx.fixed, state, info, grad_out,
+            grad_state,
+        )  # fmt: skip
+        dk, dh = None if k is None else dk, None if hardness is None else dh
         return ds, dk, dh, dv if values is not None else None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
         scores, k, hardness, values, state, info = ctx.saved_tensors
+        k, hardness = _given(ctx, k, hardness, state, as_is=False)
         out, dstate = reference.jvp(
             scores, k, hardness, values, ctx.gated, ctx.fixed, state, info, tangents[:4]
         )
@@ -165,6 +191,19 @@ class TopK(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         flat, unflatten = _flatten(info.batch_size, in_dims, args)
         return tuple(unflatten(x) for x in TopK.apply(*flat)), (0, 0, 0)
+
+
+def _given(
+    ctx: Any, k: Tensor | None, hardness: Tensor | None, state: Tensor, as_is: bool
+) -> tuple[Any, Any]:
+    """k and the hardness of a row, of which numbers were not saved as tensors."""
+
+    def given(x: Tensor | None, number: float | None) -> Any:
+        if number is None or as_is:
+            return x if number is None else number
+        return state.new_full((len(state),), number)
+
+    return given(k, ctx.numbers[0]), given(hardness, ctx.numbers[1])
 
 
 class _Eager(torch.autograd.Function):

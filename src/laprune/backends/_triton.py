@@ -946,7 +946,7 @@ def _other_mask(b_x, level, status, T: tl.constexpr):
 # --- the kernels ---------------------------------------------------------------------------------
 
 # Numbers whose value is no reason to compile anew.
-PLAIN = ["rows", "size", "s_k", "s_hardness", "few_tiles"]
+PLAIN = ["rows", "size", "s_k", "s_hardness", "k_bits", "hardness_bits", "few_tiles"]
 
 
 @triton.jit
@@ -988,6 +988,13 @@ def _finish(p_state, p_info, o_rows, status, passes, at, means, level, hard, hea
 
 
 @triton.jit
+def _number(p, o_rows, stride, bits):
+    """A number per row, or, with a negative stride, one for all rows, given by its bits."""
+    shared = bits.to(tl.int64).to(tl.float64, bitcast=True)
+    return tl.where(stride < 0, shared, tl.load(p + o_rows * tl.maximum(stride, 0)))
+
+
+@triton.jit
 def _my_rows(rows, ROWS: tl.constexpr):
     """A program's rows; where there are no more, the last one again."""
     pid = tl.program_id(0).to(tl.int64)
@@ -996,8 +1003,8 @@ def _my_rows(rows, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=PLAIN)
 def solve_rows(
-    p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness, mass_tol,
-    hardness_tol,
+    p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, rows, n_cols, s_k, s_hardness, k_bits,
+    hardness_bits, mass_tol, hardness_tol,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -1006,7 +1013,8 @@ def solve_rows(
     o_rows = _my_rows(rows, ROWS)
     base = _v(o_rows * n_cols)
     p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
-    k, hardness = tl.load(p_k + o_rows * s_k), tl.load(p_hardness + o_rows * s_hardness)
+    k = _number(p_k, o_rows, s_k, k_bits)
+    hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)
     walk = (0, 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4), 1, 1, 0)
     alone = (p_info, p_info, 1, 0, 0)
 
@@ -1111,7 +1119,7 @@ def _sampled(step, at, passes):
 @triton.jit(do_not_specialize=PLAIN)
 def solve_long(
     p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, p_lines, p_count, n_cols, size, s_k,
-    s_hardness, mass_tol, hardness_tol, few_tiles,
+    s_hardness, k_bits, hardness_bits, mass_tol, hardness_tol, few_tiles,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
     EVEN: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
@@ -1125,7 +1133,8 @@ def solve_long(
     p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
     if TEAM:
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row
-    k, hardness = tl.load(p_k + row * s_k), tl.load(p_hardness + row * s_hardness)
+    k = _number(p_k, row, s_k, k_bits)
+    hardness = _number(p_hardness, row, s_hardness, hardness_bits)
     tiles = tl.cdiv(n_cols, W).to(tl.int64)
     walk = (me, tiles, size, 1, 0)
     meetings = tl.zeros([], tl.int32)
@@ -1337,7 +1346,7 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
 @triton.jit(do_not_specialize=PLAIN)
 def vjp(
     p_x, p_v, p_g, p_dx, p_dv, p_k, p_hardness, p_state, p_info, p_pull, p_dk, p_dh, p_lines,
-    p_count, rows, n_cols, size, s_k, s_hardness,
+    p_count, rows, n_cols, size, s_k, s_hardness, k_bits, hardness_bits,
     GATE: tl.constexpr, FIXED: tl.constexpr, PULL: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
     TEAM: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
@@ -1356,7 +1365,8 @@ def vjp(
         o_rows = _my_rows(rows, ROWS)
         base = _v(o_rows * n_cols)
     p_x, p_v, p_g, p_dx, p_dv = p_x + base, p_v + base, p_g + base, p_dx + base, p_dv + base
-    k, hardness = tl.load(p_k + o_rows * s_k), tl.load(p_hardness + o_rows * s_hardness)
+    k = _number(p_k, o_rows, s_k, k_bits)
+    hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)
     status = tl.load(p_info + o_rows * 2)
     soft = _is_soft(status)
     p_row = p_state + o_rows * 5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import struct
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -175,10 +176,16 @@ def _constants(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
 
 
-def _numbers(x: Tensor) -> tuple[Tensor, int]:
-    """One float64 per row, and its stride."""
+def _numbers(x: Tensor | float, like: Tensor) -> tuple[Tensor, int, int]:
+    """One float64 per row, its stride, and the bits of one that is the same for all rows.
+
+    A number of Python's needs no tensor, which would take a kernel to fill. Triton knows no float64
+    arguments, but integers; all that come here have 64 bits.
+    """
+    if isinstance(x, float):
+        return like, -1, struct.unpack("q", struct.pack("d", x))[0]
     x = x.detach().to(torch.float64)
-    return x, x.stride(0)
+    return x, x.stride(0), 1 << 62
 
 
 def _device(scores: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -196,43 +203,43 @@ def _prepare(
 
 def solve(
     scores: Tensor,
-    k: Tensor,
-    hardness: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
     values: Tensor | None,
     gated: bool,
     fixed: bool,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`reference.solve`."""
+    """As :func:`reference.solve`; k and hardness may be numbers, but for zero."""
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=False)
     r = scores.detach().contiguous()
     v = r if values is None else values.detach().contiguous()
-    k, s_k = _numbers(k)
-    hardness, s_h = _numbers(hardness)
     out = torch.empty_like(r)
     state = r.new_empty((go.rows, STATE_SIZE), dtype=torch.float64)
+    k, s_k, k_bits = _numbers(k, state)
+    hardness, s_h, h_bits = _numbers(hardness, state)
     info = r.new_empty((go.rows, INFO_SIZE), dtype=torch.int32)
     if go.rows == 0:
         return out, state, info
     if go.how.team == 0:
         go(
-            module.solve_rows, r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h,
-            *go.tolerance, FIXED=fixed,
+            module.solve_rows, r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, k_bits,
+            h_bits, *go.tolerance, FIXED=fixed,
         )  # fmt: skip
     else:
         go(
             module.solve_long, r, v, out, k, hardness, state, info, *go.scratch(state), go.n,
-            go.how.team, s_k, s_h, *go.tolerance, go.few_tiles, FIXED=fixed,
+            go.how.team, s_k, s_h, k_bits, h_bits, *go.tolerance, go.few_tiles, FIXED=fixed,
         )  # fmt: skip
     return out, state, info
 
 
 def vjp(
     scores: Tensor,
-    k: Tensor,
-    hardness: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
     values: Tensor | None,
     gated: bool,
     fixed: bool,
@@ -248,9 +255,9 @@ def vjp(
     go = _prepare(scores, values, gated, how, backward=True)
     r, g = scores.detach().contiguous(), grad_out.detach().contiguous()
     v = r if values is None else values.detach().contiguous()
-    k, s_k = _numbers(k)
-    hardness, s_h = _numbers(hardness)
     state, info = state.detach().contiguous(), info.contiguous()
+    k, s_k, k_bits = _numbers(k, state)
+    hardness, s_h, h_bits = _numbers(hardness, state)
     pull = state if grad_state is None else grad_state.detach().contiguous()
     dscores = torch.empty_like(r)
     dvalues = None if values is None else torch.empty_like(v)
@@ -261,6 +268,6 @@ def vjp(
     go(
         module.vjp, r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state,
         info, pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
-        FIXED=fixed, PULL=grad_state is not None,
+        k_bits, h_bits, FIXED=fixed, PULL=grad_state is not None,
     )  # fmt: skip
     return dscores, dvalues, dk, dhardness
