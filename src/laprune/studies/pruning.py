@@ -78,7 +78,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "digits": {"full": Plan(20, 20, 128, 3e-3, 32), "quick": Plan(2, 2, 256, 5e-3, 8)},
-    "cifar100": {"full": Plan(10, 10, 512, 2e-3, 64), "quick": Plan(1, 1, 256, 1e-3, 16)},
+    "cifar100": {"full": Plan(10, 5, 512, 2e-3, 64), "quick": Plan(1, 1, 256, 1e-3, 16)},
 }
 
 
