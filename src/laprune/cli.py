@@ -254,7 +254,7 @@ def reproduce(
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
     options = Options(
-        device=_device(device),
+        device=device if stored and device != "auto" else _device(device),
         seeds=seeds,
         quick=quick,
         data=data,
@@ -280,7 +280,7 @@ def reproduce(
             continue
         if not records:
             left_out = True
-            console.print(f"{name}: nothing is on file")
+            console.print(f"{name}: nothing is on file for {options.device}")
             continue
         console.print("written:", *map(str, study.draw(records, results)))
     if left_out:

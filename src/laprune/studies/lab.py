@@ -125,9 +125,14 @@ def _measured(
 
 
 def stored(study: Study, options: Options, folder: Path) -> list[Record]:
-    """Those records of the wanted settings that are on file."""
-    done = {_key(r["setting"]): r for r in load(folder / f"{study.name}.jsonl")}
-    return [done[_key(s)] for s in study.settings(options) if _key(s) in done]
+    """Those records of the wanted settings that are on file, whatever machine they come from."""
+
+    def key(setting: Setting) -> str:
+        return _key({name: x for name, x in setting.items() if name != "hardware"})
+
+    wanted = {key(s): i for i, s in enumerate(study.settings(options))}
+    records = [r for r in load(folder / f"{study.name}.jsonl") if key(r["setting"]) in wanted]
+    return sorted(records, key=lambda r: wanted[key(r["setting"])])
 
 
 def load(path: Path) -> list[Record]:
@@ -175,7 +180,8 @@ def provenance(device: str) -> dict[str, Any]:
 def hardware(device: str) -> str:
     """The name of the device, as its maker gives it."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
+        available = torch.cuda.is_available()
+        return torch.cuda.get_device_name(device) if available else "a GPU that is not here"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))

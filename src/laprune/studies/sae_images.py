@@ -386,6 +386,8 @@ def _tuned(main: list[Record]) -> list[str]:
 
 
 def _precision(records: list[Record]) -> str:
+    if not select(records, matmul="float32"):
+        return "Not measured yet."
     rows = []
     for method in CHECKED:
         cells = [LABELS[method]]
