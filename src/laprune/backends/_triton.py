@@ -66,7 +66,7 @@ def _any(m):
 
 @triton.jit
 def _total(b_x, S: tl.constexpr, ROWS: tl.constexpr):
-    """The sum over threads, row by row, of four sums each."""
+    """The sum over threads, row by row, of a sum for each of their fours."""
     return _row(tl.sum(tl.sum(b_x, 2), 0), ROWS).to(S)
 
 
@@ -169,13 +169,20 @@ def _max3(a0, a1, a2, b0, b1, b2):
 
 @triton.jit
 def _zero8(ROWS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr):
-    z = tl.zeros([LANES, ROWS, 4], T)
+    z = tl.zeros([LANES, ROWS], T)
     return z, z, z, z, z, z, z, z
 
 
 @triton.jit
-def _fours(t):
-    """Sums per thread and row."""
+def _fold(t, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sums per thread and row, from those of each of its fours.
+
+    A product that is added to another thread's right away is fused with the addition, unrounded in
+    the one thread and rounded in the other, and they disagree: a lone one is added to zero first.
+    """
+    if U == 1:
+        z = tl.zeros([LANES, ROWS, 4], T)
+        t = _plus((z, z, z, z, z, z, z, z), t)
     return (
         tl.sum(t[0], 2), tl.sum(t[1], 2), tl.sum(t[2], 2), tl.sum(t[3], 2), tl.sum(t[4], 2),
         tl.sum(t[5], 2), tl.sum(t[6], 2), tl.sum(t[7], 2),
@@ -367,7 +374,7 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
             b_next = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
         else:
             b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _tile_sums(b_x, line, T))
+        lanes = _plus(lanes, _fold(_tile_sums(b_x, line, T), T, U, ROWS, LANES))
         if counting:
             seen += _tile_seen(b_x, T)
         if write:
@@ -375,7 +382,7 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
     total = _zeros(ROWS, T)
     if counting:
         total = _total(seen, T, ROWS)
-    return _across(_fours(lanes), ROWS), total, b_next
+    return _across(lanes, ROWS), total, b_next
 
 
 @triton.jit
@@ -480,9 +487,6 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
 
 # --- the same over one tile that is held in registers --------------------------------------------
 
-# Sums begin with zeros: a product that is added to another thread's right away would be fused with
-# the addition, unrounded in the one thread and rounded in the other, and they would disagree.
-
 
 @triton.jit
 def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
@@ -492,8 +496,9 @@ def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _held_sums(b_x, line, T: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    return _across(_fours(_plus(_zero8(ROWS, LANES, T), _tile_sums(b_x, line, T))), ROWS)
+def _held_sums(b_x, line, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
+               LANES: tl.constexpr):  # fmt: skip
+    return _across(_fold(_tile_sums(b_x, line, T), T, U, ROWS, LANES), ROWS)
 
 
 @triton.jit
@@ -1044,7 +1049,7 @@ def solve_rows(
         line = _line(at, T)
         spread = nil
         if ONCE:
-            sums = _held_sums(b_held, line, T, ROWS, LANES)
+            sums = _held_sums(b_held, line, T, U, ROWS, LANES)
         else:
             sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, 0, GATE,
                          T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
@@ -1182,7 +1187,7 @@ def solve_long(
     passes, sampling = none, (whole == 0).to(tl.int32)
     while sampling > 0:
         line = _line(at, T)
-        sums = _held_sums(b_s, line, T, 1, LANES)
+        sums = _held_sums(b_s, line, T, U, 1, LANES)
         spread = zero.to(T)
         if soft:
             spread = _held_spread(b_s, line, problem[3], problem[4], T, 1, LANES)
@@ -1399,11 +1404,10 @@ def vjp(
             b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
             b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         b_e = _upstream(p_v, j, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, T))
-    sums = _fours(lanes)
+        lanes = _plus(lanes, _fold(_grad_tile(b_x, b_e, line, centre, T), T, U, ROWS, LANES))
     if S == f64:
-        sums = _wide(sums)
-    sums = _wide(_across(sums, ROWS))
+        lanes = _wide(lanes)
+    sums = _wide(_across(lanes, ROWS))
     sums, _seen = _meet(sums, sums[0], False, team, TEAM, LINES)
     e_bar, c1, p_bar, dk, dh = _coefficients(
         sums, status, at[2], centred, (gb, gt), k, hardness, FIXED
