@@ -665,8 +665,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     """Judge the sums at a point and propose the next one, row by row.
 
     Returns whether the point is converged or tied, the next point, whether it is Newton's own,
-    whether it should be the answer, the tries to polish, the size of the error, what the step moves
-    an entry of the mask by, and the sums of q z, q p and q.
+    whether it should be the answer, the tries to polish, the size of the error, whether the next
+    point is so much better that the mask should be its, and the sums of q z, q p and q.
     """
     above, lo, hi, w_lo, w_hi, ee_lo, ee_hi, eew = sums
     seen, below_d, above_d, gap = near
@@ -808,6 +808,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # little, the pass there writes, and another one will if that was too early.
     last = plain & (t == heat if FIXED else both)
     far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
+    shows = (converged == 0) | (by_b + by_t > 0.1 * hardness_tol)
     converged = converged | (last & (far * far <= mass_tol))
     last = last & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
 
@@ -823,7 +824,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(beside, b - beside_d, left)
     moved = (origin, b, t, t_lo, t_hi, b_lo - back, b_hi - back, stride)
     weights = (qw_hi - qw_lo, q_hi + 0.25 * (ee_lo - ee_hi).to(S), q)
-    return converged, tied, moved, plain, last.to(tl.int32), polished, size, by_b + by_t, weights
+    return converged, tied, moved, plain, last.to(tl.int32), polished, size, shows, weights
 
 
 # --- the other rows ------------------------------------------------------------------------------
@@ -1067,7 +1068,7 @@ def solve_rows(
             # What depends on the scores beside the barrier falls away.
             near = (running * 0 > 0, none.to(T), none.to(T), none.to(T))
             step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
-        converged, tied, moved, plain, again, tried, _size, error, weights = step
+        converged, tied, moved, plain, again, tried, _size, shows, weights = step
         live = running > 0
         z_sum, p_sum = tl.where(live, weights[0], z_sum), tl.where(live, weights[1], p_sum)
         q_sum = tl.where(live, weights[2], q_sum)
@@ -1080,7 +1081,7 @@ def solve_rows(
         better = live & converged & plain
         at = _keep((running > 0) | better, moved, at)
         if ONCE == 0:
-            written = tl.where(_any(better & (error > 0.1 * hardness_tol)), 0, write)
+            written = tl.where(_any(better & shows), 0, write)
             write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
@@ -1260,7 +1261,7 @@ def solve_long(
                 passes = none
                 at = _begin(at[0], at[1], at[2])
         else:
-            converged, tied, moved, plain, polish, polished, _size, error, weights = step
+            converged, tied, moved, plain, polish, polished, _size, shows, weights = step
             live = status == STALLED
             z_sum, p_sum, q_sum = weights[0] + 0.0, weights[1] + 0.0, weights[2] + 0.0
             status = tl.where(live & tied, TIED, status)
@@ -1268,7 +1269,7 @@ def solve_long(
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
             better = live & converged & plain
             at = _keep((running > 0) | better, moved, at)
-            written = tl.where(better & (error > 0.1 * hardness_tol), 0, write)
+            written = tl.where(better & shows, 0, write)
             write = running * polish
 
     level = tl.where(status == INFEASIBLE, 1.0, k / n)
