@@ -277,6 +277,7 @@ def test_a_number_is_a_tensor_of_equal_numbers(regime):
 
 
 @kernels
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch itself, in forward mode
 def test_numbers_have_every_derivative_that_tensors_have():
     r = inputs.draw("gaussian", 2, 30, dtype=torch.float64).to(DEVICE).requires_grad_()
     tensors = [torch.full((2,), x, dtype=torch.float64, device=DEVICE) for x in (7.5, 0.7)]
