@@ -664,7 +664,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
           S: tl.constexpr):  # fmt: skip
     """Judge the sums at a point and propose the next one, row by row.
 
-    Returns whether the point is converged or tied, the next point, whether it is Newton's own,
+    Returns whether the point is converged or tied, the next point, whether it is sure to be better,
     whether it should be the answer, the tries to polish, the size of the error, whether the next
     point is so much better that the mask should be its, and the sums of q z, q p and q.
     """
@@ -808,8 +808,9 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # little, the pass there writes, and another one will if that was too early.
     last = plain & (t == heat if FIXED else both)
     far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
+    sure = plain & (far * far <= mass_tol)
     shows = (converged == 0) | (by_b + by_t > 0.1 * hardness_tol)
-    converged = converged | (last & (far * far <= mass_tol))
+    converged = converged | (last & sure)
     last = last & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
 
     # The pivot becomes the barrier, rounded, or the score right beside it, on which all weight may
@@ -824,7 +825,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     b = tl.where(beside, b - beside_d, left)
     moved = (origin, b, t, t_lo, t_hi, b_lo - back, b_hi - back, stride)
     weights = (qw_hi - qw_lo, q_hi + 0.25 * (ee_lo - ee_hi).to(S), q)
-    return converged, tied, moved, plain, last.to(tl.int32), polished, size, shows, weights
+    return converged, tied, moved, sure, last.to(tl.int32), polished, size, shows, weights
 
 
 # --- the other rows ------------------------------------------------------------------------------
@@ -1068,7 +1069,7 @@ def solve_rows(
             # What depends on the scores beside the barrier falls away.
             near = (running * 0 > 0, none.to(T), none.to(T), none.to(T))
             step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
-        converged, tied, moved, plain, again, tried, _size, shows, weights = step
+        converged, tied, moved, sure, again, tried, _size, shows, weights = step
         live = running > 0
         z_sum, p_sum = tl.where(live, weights[0], z_sum), tl.where(live, weights[1], p_sum)
         q_sum = tl.where(live, weights[2], q_sum)
@@ -1076,9 +1077,9 @@ def solve_rows(
         status = tl.where(live & converged, CONVERGED, status)
         polish, polished = again, tl.where(live, tried, polished)
         running = ((status == STALLED) & (passes < MAX_PASSES) & live).to(tl.int32)
-        # Newton's step from a point that is converged already is better still; a mask that is
+        # A short step from a point that is converged already is better still; a mask that is
         # written there is written anew where that shows.
-        better = live & converged & plain
+        better = live & converged & sure
         at = _keep((running > 0) | better, moved, at)
         if ONCE == 0:
             written = tl.where(_any(better & shows), 0, write)
@@ -1261,13 +1262,13 @@ def solve_long(
                 passes = none
                 at = _begin(at[0], at[1], at[2])
         else:
-            converged, tied, moved, plain, polish, polished, _size, shows, weights = step
+            converged, tied, moved, sure, polish, polished, _size, shows, weights = step
             live = status == STALLED
             z_sum, p_sum, q_sum = weights[0] + 0.0, weights[1] + 0.0, weights[2] + 0.0
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
-            better = live & converged & plain
+            better = live & converged & sure
             at = _keep((running > 0) | better, moved, at)
             written = tl.where(better & shows, 0, write)
             write = running * polish
