@@ -160,7 +160,7 @@ def picture(scores: Tensor, mask: Tensor, k: float, gamma: float, path: Path) ->
     try:
         from laprune.studies.style import COLOURS, figure
 
-        fig, (over, counts) = figure(columns=2)
+        fig, (over, counts) = figure(2)
     except ModuleNotFoundError:
         raise UserError("a picture needs matplotlib: pip install 'laprune[studies]'") from None
     import matplotlib.pyplot as plt

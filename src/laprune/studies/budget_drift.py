@@ -58,7 +58,7 @@ def _mass(p: Tensor) -> float:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, (left, right) = figure(columns=2, width=4.4, height=3.5)
+    fig, (left, right) = figure(2, width=4.4, height=3.5)
     for i, part in enumerate(PARTS):
         chosen = select(records, part=part)
         tau, drift = chosen[0]["result"]["tau"], stack(chosen, "dftopk")

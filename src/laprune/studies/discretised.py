@@ -86,7 +86,7 @@ def _discretised(p: Tensor) -> float:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, (left, right) = figure(columns=2, width=4.6, height=3.6)
+    fig, (left, right) = figure(2, width=4.6, height=3.6)
     for i, a in enumerate(BUDGETS):
         chosen = select(records, over="gamma", a=a)
         x, y = chosen[0]["result"]["gamma"], stack(chosen, "fraction")

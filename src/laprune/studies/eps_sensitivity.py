@@ -25,7 +25,7 @@ def settings(options: Options) -> list[Setting]:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, (left, right) = figure(columns=2, width=4.4, height=3.5)
+    fig, (left, right) = figure(2, width=4.4, height=3.5)
     for i, eps in enumerate(EPS):
         chosen = select(records, eps=eps)
         gamma = np.array(chosen[0]["result"]["gamma"])

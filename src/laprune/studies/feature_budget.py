@@ -65,7 +65,7 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     budgets, truth = BUDGETS[size], SIZES[size].informative
     paths = []
     for key, label in (("f1", "recovery F1"), ("accuracy", "deployed accuracy")):
-        fig, axes = figure(columns=len(CONSTRUCTIONS), width=2.9, height=3.0)
+        fig, axes = figure(len(CONSTRUCTIONS), width=2.9, height=3.0)
         for axis, construction in zip(axes, CONSTRUCTIONS, strict=True):
             for i, (method, name) in enumerate(LABELS.items()):
                 columns = [_values(records, construction, k, method, key) for k in budgets]

@@ -230,7 +230,7 @@ def _bars(records: Index, folder: Path) -> list[Path]:
     """Every seed, the mean and the paper's value: F1 above accuracy is one figure each."""
     paths = []
     for key, label in (("f1", "recovery F1"), ("accuracy", "deployed accuracy")):
-        fig, axes = figure(columns=len(MAIN), width=2.9, height=3.3)
+        fig, axes = figure(len(MAIN), width=2.9, height=3.3)
         for axis, variant in zip(axes, MAIN, strict=True):
             for i, method in enumerate(LABELS):
                 y = _values(records, variant, method, key)
@@ -256,7 +256,7 @@ def _sweep(records: Index, folder: Path) -> list[Path]:
     """What each temperature of LapSum would have given beside LaPrune annealed to each gamma."""
     paths = []
     for key, label in (("f1", "recovery F1"), ("accuracy", "deployed accuracy")):
-        fig, axes = figure(columns=len(MAIN), width=2.9, height=2.9)
+        fig, axes = figure(len(MAIN), width=2.9, height=2.9)
         lapsum = GRIDS["LapSum, t tuned"]
         for axis, variant in zip(axes, MAIN, strict=True):
             y = np.array([_values(records, variant, m, key) for m in lapsum])

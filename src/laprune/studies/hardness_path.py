@@ -32,7 +32,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, axes = figure(columns=len(records), width=1.75, height=2.3)
+    fig, axes = figure(len(records), width=1.75, height=2.3)
     for axis, record in zip(axes, records, strict=True):
         result, k = record["result"], record["setting"]["k"]
         axis.bar(range(len(result["mask"])), result["mask"], width=1.0, color=COLOURS[0])

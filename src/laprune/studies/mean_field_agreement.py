@@ -74,7 +74,7 @@ def _predicted(name: str, a: float, eps: float, gammas: tuple[float, ...]) -> li
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, axes = figure(columns=3, width=3.7, height=3.5)
+    fig, axes = figure(3, width=3.7, height=3.5)
     for axis, a in zip(axes, BUDGETS, strict=False):
         for i, (name, (label, _)) in enumerate(POPULATIONS.items()):
             chosen = select(records, scores=name, a=a)

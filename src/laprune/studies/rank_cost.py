@@ -184,7 +184,7 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     machine = Machine()
     lengths = sorted({r["setting"]["n"] for r in records})
     passes = max(r["result"]["passes"] for r in records)
-    fig, (left, right) = figure(columns=2, width=4.4, height=3.6)
+    fig, (left, right) = figure(2, width=4.4, height=3.6)
     series = (("both_ms", "LaPrune, forward + backward"), ("gather_sort_ms", "gather and sort"))
     for i, n in enumerate(lengths):
         here = sorted(select(records, n=n), key=lambda r: int(r["setting"]["ranks"]))

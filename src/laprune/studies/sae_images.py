@@ -270,7 +270,7 @@ def _values(records: list[Record], method: Method, key: str) -> Floats:
 def _sweeps(records: list[Record], folder: Path) -> list[Path]:
     size = SIZES["quick" if records[0]["setting"]["backbone"] == "synthetic" else "full"]
     usual = select(records, matmul=_usual(records))
-    fig, axes = figure(columns=4, width=3.1, height=3.6)
+    fig, axes = figure(4, width=3.1, height=3.6)
     panels = [
         (name, key, fixed) for name, fixed in (("k", "m"), ("m", "k")) for key in ("fvu", "probe")
     ]

@@ -222,7 +222,7 @@ PANELS = {
 
 def _figure(records: list[Record], folder: Path) -> list[Path]:
     ks = _budgets(records)
-    fig, axes = figure(columns=3, width=3.6, height=3.8)
+    fig, axes = figure(3, width=3.6, height=3.8)
     for axis, (key, label) in zip(axes, PANELS.items(), strict=True):
         for i, (method, name) in enumerate(LABELS.items()):
             y = torch.tensor([_values(records, method, k, key).tolist() for k in ks]).T.numpy()

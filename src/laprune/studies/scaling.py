@@ -178,14 +178,14 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
 
 
 def _figure(records: list[Record], device: str, folder: Path, name: str) -> list[Path]:
-    fig, (time_axis, memory_axis) = figure(columns=2, width=4.6, height=3.6)
-    operators = list(dict.fromkeys(r["setting"]["operator"] for r in records))
-    for i, operator in enumerate(operators):
+    fig, (time_axis, memory_axis) = figure(2, width=4.6, height=3.6)
+    looks: dict[str, dict[str, Any]] = {}
+    for i, operator in enumerate((OURS, *baselines.names())):
         good = [r for r in records if r["setting"]["operator"] == operator and "ms" in r["result"]]
         if not good:
             continue
         n = [r["setting"]["n"] for r in good]
-        look = {
+        looks[operator] = look = {
             "label": operator,
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKERS[i % len(MARKERS)],
@@ -197,10 +197,10 @@ def _figure(records: list[Record], device: str, folder: Path, name: str) -> list
         memory_axis.plot(n, [max(r["result"]["peak_bytes"], 4096) / 1e6 for r in good], **look)
     graph = [r for r in records if "graph_ms" in r["result"]]
     if graph:
-        look = {"color": COLOURS[0], "linewidth": 2.4, "linestyle": ":", "marker": "."}
+        look = looks[OURS] | {"linestyle": ":", "label": f"{OURS}, CUDA graph"}
         times = {r["setting"]["n"]: r["result"]["graph_ms"] for r in graph}
         time_axis.plot(list(times), list(times.values()), **look)
-        memory_axis.plot([], [], **look, label=f"{OURS}, CUDA graph")
+        memory_axis.plot([], [], **look)
     shortest = min(r["result"].get("graph_ms", r["result"].get("ms", 1e9)) for r in records)
     lengths = sorted({r["setting"]["n"] for r in records})
     bandwidth = max(r["result"].get("copy_bytes_per_s", 0) for r in records)
@@ -233,7 +233,8 @@ def _table(records: list[Record], device: str, path: Path) -> Path:
         (r["setting"]["operator"], r["setting"]["rows"], r["setting"]["n"]): r["result"]
         for r in records
     }
-    operators = list(dict.fromkeys(r["setting"]["operator"] for r in records))
+    found = {r["setting"]["operator"] for r in records}
+    operators = [name for name in (OURS, *baselines.names()) if name in found]
     lines = [
         f"Forward + backward in ms (peak MB), gamma = {GAMMA}; one row has k = n/16. {device}.",
         "",

@@ -311,7 +311,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
 def draw(records: list[Record], folder: Path) -> list[Path]:
     names = list(dict.fromkeys(r["setting"]["data"] for r in records))
     methods = [m for m in METHODS if select(records, method=m)]
-    fig, axes = figure(columns=len(names), width=2.6, height=3.4)
+    fig, axes = figure(len(names), width=2.6, height=3.4)
     for axis, name in zip(axes, names, strict=True):
         for j, (key, label) in enumerate(_JUDGES.items()):
             for i, method in enumerate(methods):

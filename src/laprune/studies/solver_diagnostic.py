@@ -132,7 +132,7 @@ def _misses(p: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, (left, middle, right) = figure(columns=3, width=3.6, height=3.6)
+    fig, (left, middle, right) = figure(3, width=3.6, height=3.6)
     for i, dtype in enumerate(DTYPES):
         chosen = select(records, part="residuals", dtype=dtype)
         x = 1 - np.array(chosen[0]["result"]["gamma"])

@@ -15,8 +15,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
-def figure(columns: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[Figure, list[Axes]]:
-    """An empty figure of one row of axes, with the project's look."""
+def figure(
+    panels: int = 1, width: float = 4.2, height: float = 3.2, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure of panels, all in one row unless told, with the project's look."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -34,10 +36,14 @@ def figure(columns: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[F
             "savefig.dpi": 200,
         }
     )
-    fig, axes = plt.subplots(
-        1, columns, figsize=(width * columns, height), squeeze=False, layout="constrained"
-    )
-    return fig, list(axes[0])
+    columns = columns or panels
+    rows = -(-panels // columns)
+    size = (width * columns, height * rows)
+    fig, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    axes = list(grid.flat)
+    for empty in axes[panels:]:
+        empty.remove()
+    return fig, axes[:panels]
 
 
 def save(fig: Figure, folder: Path, name: str) -> list[Path]:

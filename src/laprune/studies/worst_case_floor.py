@@ -102,7 +102,7 @@ def adversarial_scores(k: int, n: int, gamma: float, eps: float) -> Tensor:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    fig, (left, right) = figure(columns=2, width=4.6, height=3.7)
+    fig, (left, right) = figure(2, width=4.6, height=3.7)
     for axis, over, fixed, symbol in (
         (left, "eps", ("gamma", FIXED_GAMMAS), r"$\gamma$"),
         (right, "gamma", ("eps", FIXED_EPS), r"$\varepsilon$"),
