@@ -83,8 +83,8 @@ def why(device: str) -> str:
     backend = pick(torch.empty(1, 2, device=device))
     if backend is cpu:
         return f"the native unit {_native_file()} is built"
-    if backend is not reference:
-        return (backend.__doc__ or backend.__name__).strip().splitlines()[0]
+    if backend is cuda:
+        return "Triton is installed and launches cooperative grids"
     if device == "cpu":
         return "the native unit is not built: install again where there is a C++ compiler"
     if device.startswith("cuda") and cuda.kernels() is None:
