@@ -378,7 +378,8 @@ def _accuracy(model: nn.Module, task: Task) -> float:
 def draw(records: list[Record], folder: Path) -> list[Path]:
     tasks = list(dict.fromkeys(r["setting"]["task"] for r in records))
     panels = [(task, network) for task in tasks for network in CASES[task]]
-    fig, axes = figure(len(panels), width=3.4, height=2.9, columns=min(3, len(panels)))
+    columns = min(3, len(panels))
+    fig, axes = figure(len(panels), width=3.4, height=2.9, columns=columns)
     for axis, (task, network) in zip(axes, panels, strict=True):
         here = select(records, task=task, network=network)
         for i, (method, label) in enumerate(METHODS.items()):
@@ -391,8 +392,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         ticks = records[0]["result"]["density"]
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axis.set_xticks([], minor=True)
-        if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel("test accuracy")
+    for axis in axes[::columns]:
+        axis.set_ylabel("test accuracy")
     handles = axes[0].get_legend_handles_labels()
     fig.legend(*handles, loc="outside lower center", ncols=3, fontsize=8)
     return [*save(fig, folder, STUDY.name), _report(records, panels, folder)]

@@ -175,7 +175,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
 
 def _figure(records: list[Record], folder: Path) -> list[Path]:
     """Steps as bars, the mask's part of each in the dark."""
-    fig, axes = figure(len(records), width=2.6, height=2.5, columns=min(4, len(records)))
+    columns = min(4, len(records))
+    fig, axes = figure(len(records), width=2.6, height=2.5, columns=columns)
     names = list(CONTENDERS)[::-1]
     for axis, record in zip(axes, records, strict=True):
         result = record["result"]
@@ -186,7 +187,7 @@ def _figure(records: list[Record], folder: Path) -> list[Path]:
         axis.set_title(f"d = {s['d']}, m = {s['m']}, {s['matmul']}", fontsize=8)
         axis.set_xlabel("ms")
         axis.grid(visible=False, axis="y")
-        if not axis.get_subplotspec().is_first_col():
+        if axis not in axes[::columns]:
             axis.set_yticklabels([])
     fig.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8

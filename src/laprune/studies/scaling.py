@@ -185,7 +185,7 @@ def _figure(records: list[Record], device: str, folder: Path, name: str) -> list
         if not good:
             continue
         n = [r["setting"]["n"] for r in good]
-        looks[operator] = look = {
+        looks[operator] = {
             "label": operator,
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKERS[i % len(MARKERS)],
@@ -193,6 +193,7 @@ def _figure(records: list[Record], device: str, folder: Path, name: str) -> list
             "linewidth": 2.4 if operator == OURS else 1,
             "markersize": 4,
         }
+        look = looks[operator]
         time_axis.plot(n, [r["result"]["ms"] for r in good], **look)
         memory_axis.plot(n, [max(r["result"]["peak_bytes"], 4096) / 1e6 for r in good], **look)
     graph = [r for r in records if "graph_ms" in r["result"]]
