@@ -370,10 +370,11 @@ def test_a_compiled_kernel_is_launched_directly():
     launch, kernel = cuda._Launch(8, 100, torch.float32, 0, cuda.Plan(4, 8, 4)), Kernel()
     x = torch.zeros(17)
     for scores, fixed in ((x[:16], True), (x[:16], True), (x[1:], True), (x[:16], False)):
-        launch(kernel, scores, 16, FIXED=fixed)
+        launch(kernel, (scores,), 16, FIXED=fixed)
     assert [kind for kind, _, _ in calls] == ["compiled", "again", "compiled", "compiled"]
     assert all(grid == (2, 1, 1) for _, grid, _ in calls)
     assert calls[0][2][1:] == calls[1][2][1:] == (16, 4, True)
+    assert calls[1][2][0] == x.data_ptr()
     assert calls[3][2][1:] == (16, 4, False)
 
 

@@ -46,11 +46,13 @@ def number(
         # A copy: a buffer may change between forward and backward.
         x = broadcast(x.to(device, work, copy=True), shape, name)
         return x.reshape(count)
-    if isinstance(x, bool) or not isinstance(x, Real | torch.SymInt | torch.SymFloat):
+    # The usual types first: an abstract class takes longer to ask.
+    plain = type(x) in (float, int) or (isinstance(x, Real) and not isinstance(x, bool))
+    if not plain and not isinstance(x, torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
     if not 0 <= x <= largest:
         raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
-    if isinstance(x, Real):
+    if plain:
         x = float(x)
         if as_is and x > 0:
             return x

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import INFO_SIZE, STATE_SIZE, Status, cuda, pick, reference
+from .backends import INFO_SIZE, STATE_SIZE, Status, cpu, cuda, pick, reference
 
 
 @torch.library.custom_op("laprune::solve", mutates_args=())
@@ -92,10 +92,7 @@ def _is_traced(scores: Tensor) -> bool:
 def takes_numbers(scores: Tensor) -> bool:
     """Whether k and the hardness of these scores may be numbers: the backend needs no tensors."""
     return (
-        not torch.compiler.is_compiling()
-        and scores.is_cuda
-        and pick(scores) is cuda
-        and not _is_traced(scores)
+        not torch.compiler.is_compiling() and pick(scores) in (cpu, cuda) and not _is_traced(scores)
     )
 
 
@@ -167,8 +164,8 @@ class TopK(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(scores)
         # Without a graph of its own, the gradient needs no autograd function.
-        upstream = grad_out if grad_state is None else grad_state
-        plain = not (torch.is_grad_enabled() or _is_traced(grad_out) or _is_traced(upstream))
+        plain = not (torch.is_grad_enabled() or _is_traced(grad_out))
+        plain = plain and (grad_state is None or not _is_traced(grad_state))
         run = pick(scores).vjp if plain else Vjp.apply
         given_k, given_hardness = _given(ctx, k, hardness, state, plain)
         ds, dv, dk, dh = run(

@@ -48,6 +48,13 @@ def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype).contiguous()
 
 
+def _each(x: Tensor | float, rows: int) -> Tensor:
+    """One float64 per row."""
+    if isinstance(x, Tensor):
+        return _plain(x, torch.float64)
+    return torch.full((rows,), x, dtype=torch.float64, device="cpu")
+
+
 def _work_dtype(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
@@ -57,13 +64,18 @@ def _sizes(scores: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
 
 
 def solve(
-    scores: Tensor, k: Tensor, hardness: Tensor, values: Tensor | None, gated: bool, fixed: bool
+    scores: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`reference.solve`."""
+    """As :func:`reference.solve`; k and hardness may be numbers."""
     work = _work_dtype(scores)
     r = _plain(scores, work)
     v = (r if values is None else _plain(values, work)) if gated else None
-    k, hardness = _plain(k, torch.float64), _plain(hardness, torch.float64)
+    k, hardness = _each(k, len(r)), _each(hardness, len(r))
     out = torch.empty_like(r)
     state = r.new_empty(len(r), STATE_SIZE, dtype=torch.float64)
     info = r.new_empty(len(r), INFO_SIZE, dtype=torch.int32)
@@ -76,8 +88,8 @@ def solve(
 
 def vjp(
     scores: Tensor,
-    k: Tensor,
-    hardness: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
     values: Tensor | None,
     gated: bool,
     fixed: bool,
@@ -90,7 +102,7 @@ def vjp(
     work = _work_dtype(scores)
     r, g = _plain(scores, work), _plain(grad_out, work)
     v = (r if values is None else _plain(values, work)) if gated else None
-    k, hardness = _plain(k, torch.float64), _plain(hardness, torch.float64)
+    k, hardness = _each(k, len(r)), _each(hardness, len(r))
     state, info = state.detach().contiguous(), info.contiguous()
     cotangent = None if grad_state is None else _plain(grad_state, torch.float64)
     dscores = torch.empty_like(r)

@@ -89,10 +89,8 @@ def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Pl
     return Plan(1, 32 * warps, unroll, max(1, min(processors // max(rows, 1), tiles)))
 
 
-def plan(scores: Tensor, backward: bool) -> Plan:
+def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool) -> Plan:
     """What ``tools/tune_cuda.py`` found best on an H200."""
-    rows, n = scores.shape
-    processors = _processors(scores.device.index)
     if n <= SHORT and (n <= 4096 or rows * 2 > processors):
         if n <= 512:
             how, registers = short_plan(n, 16, 1), 128 * backward
@@ -100,7 +98,7 @@ def plan(scores: Tensor, backward: bool) -> Plan:
             how, registers = short_plan(n, 32, 4) if backward else short_plan(n, 128, 1), 128
         else:
             how, registers = short_plan(n, 64, 16) if backward else short_plan(n, 32, 8), 128
-        return how if scores.dtype == torch.float64 else how._replace(registers=registers)
+        return how if dtype == torch.float64 else how._replace(registers=registers)
     if backward:
         return long_plan(rows, n, processors, 8 if n <= 2 * 10**6 else 16, 4)
     return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
@@ -150,23 +148,39 @@ class _Launch:
         lines = like.new_empty((self.rows, 2, self.how.team, LINE), dtype=torch.float64)
         return lines, like.new_zeros(self.rows, dtype=torch.int32)
 
-    def __call__(self, kernel: Any, *args: Any, **constants: Any) -> None:
+    def __call__(
+        self, kernel: Any, tensors: tuple[Tensor, ...], *numbers: float, **constants: Any
+    ) -> None:
         """Launch. A kernel that is compiled already goes off without Triton's search for it, which
-        costs more than the kernel does; what Triton would compile anew for is in the key."""
-        kinds = [(x.dtype, x.data_ptr() % 16 == 0) for x in args if isinstance(x, Tensor)]
-        key = (kernel.fn, args[0].device, *constants.values(), *kinds)
+        costs more than the kernel does; what Triton would compile anew for is in the key. It takes
+        addresses: of a tensor, Triton would ask the driver where it lies."""
+        places = [x.data_ptr() for x in tensors]
+        kinds = [x.dtype for x in tensors]
+        key = (kernel.fn, *constants.values(), *kinds, *[place % 16 == 0 for place in places])
         compiled, values = self.compiled.get(key, (None, None))
-        with _device(args[0]):
+        with _device(tensors[0]):
             if compiled is None:
                 constants |= self.constants
                 values = [constants[name] for name in _constants(kernel.fn)]
-                options = self.options if args[0].is_cuda else {}
-                self.compiled[key] = kernel[self.grid](*args, *values, **options), values
+                options = self.options if tensors[0].is_cuda else {}
+                run = kernel[self.grid](*tensors, *numbers, *values, **options)
+                self.compiled[key] = run, values
             else:
-                compiled[self.grid](*args, *values)
+                compiled[self.grid](*places, *numbers, *values)
 
 
-_launch = functools.lru_cache(4096)(_Launch)
+@functools.lru_cache(4096)
+def _launch(
+    index: int | None,
+    rows: int,
+    n: int,
+    dtype: torch.dtype,
+    gate: int,
+    backward: bool,
+    how: Plan | None,
+) -> _Launch:
+    how = how or plan(rows, n, dtype, _processors(index), backward)
+    return _Launch(rows, n, dtype, gate, how)
 
 
 @functools.cache
@@ -198,7 +212,7 @@ def _prepare(
     scores: Tensor, values: Tensor | None, gated: bool, how: Plan | None, backward: bool
 ) -> _Launch:
     gate = 0 if not gated else 2 if values is None else 1
-    return _launch(*scores.shape, scores.dtype, gate, how or plan(scores, backward))
+    return _launch(scores.device.index, *scores.shape, scores.dtype, gate, backward, how)
 
 
 def solve(
@@ -214,8 +228,8 @@ def solve(
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=False)
-    r = scores.detach().contiguous()
-    v = r if values is None else values.detach().contiguous()
+    r = scores.contiguous()
+    v = r if values is None else values.contiguous()
     out = torch.empty_like(r)
     state = r.new_empty((go.rows, STATE_SIZE), dtype=torch.float64)
     k, s_k, k_bits = _numbers(k, state)
@@ -225,12 +239,12 @@ def solve(
         return out, state, info
     if go.how.team == 0:
         go(
-            module.solve_rows, r, v, out, k, hardness, state, info, go.rows, go.n, s_k, s_h, k_bits,
-            h_bits, *go.tolerance, FIXED=fixed,
+            module.solve_rows, (r, v, out, k, hardness, state, info), go.rows, go.n, s_k, s_h,
+            k_bits, h_bits, *go.tolerance, FIXED=fixed,
         )  # fmt: skip
     else:
         go(
-            module.solve_long, r, v, out, k, hardness, state, info, *go.scratch(state), go.n,
+            module.solve_long, (r, v, out, k, hardness, state, info, *go.scratch(state)), go.n,
             go.how.team, s_k, s_h, k_bits, h_bits, *go.tolerance, go.few_tiles, FIXED=fixed,
         )  # fmt: skip
     return out, state, info
@@ -253,12 +267,12 @@ def vjp(
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=True)
-    r, g = scores.detach().contiguous(), grad_out.detach().contiguous()
-    v = r if values is None else values.detach().contiguous()
-    state, info = state.detach().contiguous(), info.contiguous()
+    r, g = scores.contiguous(), grad_out.contiguous()
+    v = r if values is None else values.contiguous()
+    state, info = state.contiguous(), info.contiguous()
     k, s_k, k_bits = _numbers(k, state)
     hardness, s_h, h_bits = _numbers(hardness, state)
-    pull = state if grad_state is None else grad_state.detach().contiguous()
+    pull = state if grad_state is None else grad_state.contiguous()
     dscores = torch.empty_like(r)
     dvalues = None if values is None else torch.empty_like(v)
     dk = state.new_empty(go.rows)
@@ -266,8 +280,10 @@ def vjp(
     if go.rows == 0:
         return dscores, dvalues, dk, dhardness
     go(
-        module.vjp, r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state,
-        info, pull, dk, dhardness, *go.scratch(state), go.rows, go.n, max(1, go.how.team), s_k, s_h,
-        k_bits, h_bits, FIXED=fixed, PULL=grad_state is not None,
+        module.vjp,
+        (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info, pull,
+         dk, dhardness, *go.scratch(state)),
+        go.rows, go.n, max(1, go.how.team), s_k, s_h, k_bits, h_bits,
+        FIXED=fixed, PULL=grad_state is not None,
     )  # fmt: skip
     return dscores, dvalues, dk, dhardness
