@@ -238,7 +238,8 @@ def test_doctor_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("demo", "reproduce", "solve", "doctor", "report", "bench", "bench operator"):
+    benches = ("bench", "bench operator", "bench scaling", "bench plot")
+    for command in ("demo", "reproduce", "solve", "doctor", "report", *benches):
         assert "Usage:" in invoke(*command.split(), "--help").stdout
 
 

@@ -9,7 +9,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-__all__ = ["budget_weights", "constant_mask", "import_optional", "rank_scores", "rows_of"]
+__all__ = [
+    "around_the_cut",
+    "budget_weights",
+    "constant_mask",
+    "import_optional",
+    "rank_scores",
+    "rows_of",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -69,6 +76,23 @@ def rank_scores(scores: Tensor, k: int) -> Tensor:
     return torch.kthvalue(scores, scores.shape[-1] + 1 - k, dim=-1, keepdim=True).values
 
 
+def around_the_cut(rows: Tensor, k: float, softness: float) -> Tensor:
+    """r / softness measured from the score of rank ceil(k), cut to [-2, 2].
+
+    The projection onto the masks of mass k is clamp(x - c, 0, 1), with c in [-1, 1] once x is
+    measured so: what is cut is 0 or 1 all the same, and the rest keeps its digits wherever the
+    scores lie.
+
+    >>> around_the_cut(torch.tensor([[3e9, 1.0, 0.5]]), 2, 0.5)
+    tensor([[ 2.,  0., -1.]])
+    """
+    pivot = rank_scores(rows.detach(), math.ceil(k))
+    return ((rows - pivot) / softness).clamp(-2.0, 2.0)
+
+
+_EXTRAS = {"jax": "jaxopt", "jaxopt": "jaxopt"}  # what is not in the extra `baselines`
+
+
 def import_optional(package: str, operator: str) -> ModuleType:
     """Import an optional package, or say which operator needs it and how to install it.
 
@@ -78,7 +102,8 @@ def import_optional(package: str, operator: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        name = package.split(".")[0]
         raise ImportError(
-            f"the baseline {operator!r} needs the package {package!r}: "
-            f"pip install 'laprune[baselines]' (or pip install {package.split('.')[0]})"
+            f"the baseline {operator!r} needs the package {name!r}: "
+            f"pip install 'laprune[{_EXTRAS.get(name, 'baselines')}]' (or pip install {name})"
         ) from error

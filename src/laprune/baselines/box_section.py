@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laprune.baselines._common import constant_mask, import_optional, rows_of
+from laprune.baselines._common import around_the_cut, constant_mask, import_optional, rows_of
 
 __all__ = ["box_section"]
 
@@ -38,7 +38,8 @@ class _BoxSection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, k: float) -> Tensor:
         jax = import_optional("jax", "box_section")
-        with jax.enable_x64(rows.dtype == torch.float64):
+        wide = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+        with wide(rows.dtype == torch.float64):
             array = _projector()(jax.numpy.asarray(rows.detach().cpu().numpy()), float(k))
             mask = torch.from_numpy(np.array(array)).to(rows)
         ctx.save_for_backward(mask)
@@ -67,5 +68,5 @@ def box_section(scores: Tensor, k: float, softness: float = 1.0) -> Tensor:
     rows = rows_of(scores, k, softness)
     mask = constant_mask(rows, k)
     if mask is None:
-        mask = _BoxSection.apply(rows / softness, k)
+        mask = _BoxSection.apply(around_the_cut(rows, k, softness), k)
     return mask.reshape(scores.shape).to(scores.dtype)

@@ -60,11 +60,15 @@ def lapsum_barrier(rows: Tensor, k: float, t: float) -> Tensor:
     >>> lapsum_barrier(torch.tensor([[0.0, 1.0]]), 1, 0.1)
     tensor([[0.5000]])
     """
+    pivot, offset = _barrier(rows, k, t)
+    return pivot + offset
+
+
+def _barrier(rows: Tensor, k: float, t: float) -> tuple[Tensor, Tensor]:
+    """A score near the barrier and the way from there: measured so, scores keep their digits."""
     ranked = rows.sort(-1, descending=True).values
-    # Scores near the barrier keep their digits when measured from one of them.
     pivot = ranked[:, math.ceil(k) - 1, None]
-    x = (ranked - pivot) / t
-    return pivot + t * _log_w(*_gap(x, k))
+    return pivot, t * _log_w(*_gap((ranked - pivot) / t, k))
 
 
 class _LapSum(torch.autograd.Function):
@@ -72,18 +76,18 @@ class _LapSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, r: Tensor, k: float, t: float) -> Tensor:
-        b = lapsum_barrier(r, k, t)
-        ctx.save_for_backward(r, b)
+        pivot, offset = _barrier(r, k, t)
+        ctx.save_for_backward(r, pivot, offset)
         ctx.t = t
-        z = (r - b) / t
+        z = ((r - pivot) - offset) / t
         q = 0.5 * torch.exp(-z.abs())
         return torch.where(z > 0, 1 - q, q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        r, b = ctx.saved_tensors
-        log_density = -((r - b) / ctx.t).abs()
+        r, pivot, offset = ctx.saved_tensors
+        log_density = -(((r - pivot) - offset) / ctx.t).abs()
         # The softmax normalises the density even where all of it underflows.
         mean = (g * log_density.softmax(-1)).sum(-1, keepdim=True)
         return log_density.exp() / (2 * ctx.t) * (g - mean), None, None

@@ -48,7 +48,7 @@ class Baseline:
     softness_meaning: str
     """What the softness is and which way it works."""
     default_softness: float
-    """The value of the LaPrune paper's comparison, or the usual one where it gives none."""
+    """The LaPrune paper's value for `paper` and `lapsum`, the usual one for all others."""
     max_n: int
     """The longest row that is sensible on one machine."""
     requires: str | None = None
@@ -74,7 +74,8 @@ _BASELINES = (
         softness_meaning="normalised second moment; uniform at 0, hard top-k at 1",
         default_softness=0.9,
         max_n=10**8,
-        note="mass to 1e-4 of max(k, 1); scale-free while log t stays within [-12, 8]",
+        note="mass to 1e-4 of max(k, 1) for scores near zero: no pivot keeps the digits of others; "
+        "scale-free while log t stays within [-12, 8]",
     ),
     Baseline(
         name="lapsum",

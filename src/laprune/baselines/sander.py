@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from laprune.baselines._common import budget_weights, constant_mask, rows_of
+from laprune.baselines._common import around_the_cut, budget_weights, constant_mask, rows_of
 
 __all__ = ["isotonic_dykstra", "isotonic_pav", "sander_dykstra", "sander_pav"]
 
@@ -114,8 +114,7 @@ class _IsotonicMask(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, k: float, isotonic: _Isotonic) -> Tensor:
-        # A common shift moves v with s; it is taken out because s - v would lose its digits.
-        y = s.double() - s[:, :1].double()
+        y = s.double()
         v, block = isotonic(y - budget_weights(s.shape[-1], k, y))
         ctx.save_for_backward(block)
         return (y - v).to(s.dtype)
@@ -132,7 +131,8 @@ def _sander(scores: Tensor, k: float, softness: float, isotonic: _Isotonic) -> T
     rows = rows_of(scores, k, softness)
     mask = constant_mask(rows, k)
     if mask is None:
-        s, order = (rows / softness).sort(dim=-1, descending=True, stable=True)
+        x = around_the_cut(rows, k, softness)
+        s, order = x.sort(dim=-1, descending=True, stable=True)
         mask = torch.zeros_like(s).scatter(-1, order, _IsotonicMask.apply(s, k, isotonic))
     return mask.reshape(scores.shape).to(scores.dtype)
 

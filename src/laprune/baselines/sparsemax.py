@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laprune.baselines._common import constant_mask, import_optional, rows_of
+from laprune.baselines._common import around_the_cut, constant_mask, import_optional, rows_of
 
 __all__ = ["budget_sparsemax"]
 
@@ -28,5 +28,5 @@ def budget_sparsemax(scores: Tensor, k: float, softness: float = 1.0) -> Tensor:
     rows = rows_of(scores, k, softness)
     mask = constant_mask(rows, k)
     if mask is None:
-        mask = entmax.budget_bisect(rows / softness, budget=float(k), dim=-1)
+        mask = entmax.budget_bisect(around_the_cut(rows, k, softness), budget=float(k), dim=-1)
     return mask.reshape(scores.shape).to(scores.dtype)

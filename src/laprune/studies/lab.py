@@ -100,8 +100,7 @@ def run(study: Study, options: Options, folder: Path) -> list[Record]:
 
         for setting, result in _measured(study, missing, options, tell):
             record = {"setting": setting, "result": result, "where": where}
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            _append(path, json.dumps(record))
             done[_key(setting)] = record
             progress.advance(task)
         progress.update(task, description=study.name)
@@ -148,6 +147,15 @@ def load(path: Path) -> list[Record]:
     return records
 
 
+def _append(path: Path, line: str) -> None:
+    """Add a line; one that an interruption cut short is ended first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else "\n" + line
+        file.write((line + "\n").encode())
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Torch on one thread: on small problems more of them only wait for each other."""
@@ -162,7 +170,8 @@ def one_thread() -> Iterator[None]:
 def provenance(device: str) -> dict[str, Any]:
     """Hardware, versions, commit and time."""
     packages = {}
-    for name in ("laprune", "torch", "triton", "numpy", "scipy"):
+    peers = ("entmax", "diffsort", "numba", "jax", "jaxopt")
+    for name in ("laprune", "torch", "triton", "numpy", "scipy", *peers):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -219,4 +228,5 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
+        speed_estimate_period=3600,  # seconds; a single setting may take minutes
     )

@@ -1,15 +1,20 @@
 """Runtime and memory against n, every operator beside every other, by the paper's protocol.
 
-One float32 row, k = n/16, forward and backward; then a sweep over shapes with many rows. Each point
-runs in a fresh process with a time limit: one warm-up, then the median of 15, 7 or 3 calls. Its
-answer is checked first, and a wrong one gets no time. Running out of memory or time is a result.
+One float32 row, k = n/16, forward and backward; then a sweep over shapes with many rows. Ours runs
+at gamma = 0.9, every other operator at the softness that its record names. Each point runs in a
+fresh process with a time limit: one warm-up, then the median of 15, 7 or 3 calls, and the peak of
+memory over them. Its answer is checked first, and a wrong one gets no time. Running out of memory
+or time is a result.
 On a GPU our own operator is also replayed from a CUDA graph, which shows what the device needs
 without what Python needs to launch it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
+import re
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,15 +25,17 @@ import torch
 from torch import Tensor
 
 import laprune
-from laprune import baselines
+from laprune import backends, baselines
 
 from .lab import Options, Record, Setting, Study, hardware
 from .style import COLOURS, LINES, MARKERS, figure, save
+from .tables import markdown
 from .timing import copy_bandwidth, graph_ms, median_ms
 
 LIMIT_S = 240
 GAMMA = 0.9
 MASS_TOLERANCE = 1e-3
+MASK_TOLERANCE = 0.01  # of an operator that is to find another's mask
 TRANSFERS = 5  # read r, write p; read r, read g, write dr
 OURS = "laprune"
 LENGTHS = (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000)
@@ -44,7 +51,18 @@ SHAPE_PEERS = (
     "sander_pav",
     "sinkhorn",
 )
-PAPER = "The paper, 1 x 10,000,000 on an A100: LaPrune 10.75 ms (305), LapSum 5.38 ms (544)."
+PAPER = {OURS: (10.75, 305), "lapsum": (5.38, 544)}
+"""The paper's milliseconds and MB at n = 1e7 on an A100."""
+NOTES = f"""
+- `{OURS}` at gamma = {GAMMA}, the others at their default softness (`laprune.baselines.get(name)`).
+- `-`: longer than the operator's largest sensible n, or not part of the sweep over many rows.
+- `paper` is the paper's solver in plain PyTorch; `bench operator` also has it compiled.
+- `sander_dykstra` gets no time where its 500 steps are too few, by more than {MASK_TOLERANCE} from
+  `sander_pav`.
+- The paper, 1 x 10,000,000 on an A100: LaPrune 10.75 ms (305 MB), LapSum 5.38 ms (544 MB), Sander's
+  operator by PAV and optimal transport 18 to 22 times LaPrune's time, sorting relaxations out of
+  memory far earlier.
+"""
 
 
 def settings(options: Options) -> list[Setting]:
@@ -109,8 +127,15 @@ def _report(setting: Setting, sender: Connection) -> None:
         sender.send(point(setting))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        memory = "OutOfMemory" in text or "not enough memory" in text
-        sender.send({"failed": "out of memory" if memory else text.splitlines()[0][:200]})
+        full = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text)
+        sender.send({"failed": "out of memory" if full else text.splitlines()[0][:200]})
+
+
+_OUT_OF_MEMORY = re.compile(
+    "out ?of ?memory|not enough memory|can't allocate memory|unable to allocate|resource_exhausted",
+    re.IGNORECASE,
+)
+"""As torch, numpy and JAX say it."""
 
 
 def _operator(name: str) -> Callable[[Tensor, int], Tensor]:
@@ -129,16 +154,18 @@ def point(setting: Setting) -> dict[str, Any]:
     r = torch.randn(shape, device=device, requires_grad=True)
     g = torch.randn(shape, device=device)
     call = lambda: torch.autograd.grad(f(r, k), r, g)  # noqa: E731
-    start = _resident()
     if wrong := _wrong(f, r, g, k, setting["operator"]):
         return {"failed": wrong}
+    start = 0
     if gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+    else:
+        start = _forget_peak()
     numbers = r.numel()
     repeats = 15 if numbers <= 10**5 else 7 if numbers <= 10**6 else 3
     ms = median_ms(call, device, repeats, warm_ups=0)
-    peak = torch.cuda.max_memory_allocated() if gpu else _resident() - start
+    peak = torch.cuda.max_memory_allocated() if gpu else _peak() - start
     result = {"ms": ms, "peak_bytes": peak, "copy_bytes_per_s": copy_bandwidth(device)}
     if gpu and setting["operator"] == OURS:
         result["graph_ms"] = graph_ms(call, repeats, calls=10 if numbers <= 10**8 else 1)
@@ -151,116 +178,189 @@ def _wrong(
     """What is wrong with the answer, if anything; this call is the warm-up."""
     p = f(r, k)
     (d,) = torch.autograd.grad(p, r, g)
+    p = p.detach()
     if not (p.isfinite().all() and d.isfinite().all()):
         return "wrong: not finite"
-    exact = name == OURS or baselines.get(name).exact_mass
-    error = float((p.detach().double().sum(-1) / k - 1).abs().max())
-    return f"wrong: mass off by {error:.1e}" if exact and error > MASS_TOLERANCE else None
+    if not d.any():
+        return "wrong: no gradient"
+    mass = p.sum(-1, dtype=torch.float64)
+    error = float((mass / k - 1).abs().max())
+    if (name == OURS or baselines.get(name).exact_mass) and error > MASS_TOLERANCE:
+        return f"wrong: mass off by {error:.1e}"
+    chosen = p.gather(-1, r.detach().topk(k).indices).sum(-1, dtype=torch.float64)
+    if (chosen / k <= (mass - chosen) / (r.shape[-1] - k)).any():
+        return "wrong: the largest scores get less than the others"
+    if name == OURS:
+        return _wrong_of_ours(p, d, r.detach(), g, k)
+    if name == "sander_dykstra":
+        off = float((p - baselines.get("sander_pav")(r.detach(), k)).abs().max())
+        if off > MASK_TOLERANCE:
+            return f"not converged: off by {off:.2f}"
+    return None
 
 
-def _resident() -> int:
+def _wrong_of_ours(p: Tensor, d: Tensor, r: Tensor, g: Tensor, k: int) -> str | None:
+    """Hardness; the gradient along the two directions that change no mask; and up to a million
+    scores the reference's mask and gradient in float64."""
+    even = k * k / r.shape[-1]
+    gamma = (p.square().sum(-1, dtype=torch.float64) - even) / (k - even)
+    hardness = float((gamma - GAMMA).abs().max())
+    if hardness > MASS_TOLERANCE:
+        return f"wrong: gamma off by {hardness:.1e}"
+    size = d.abs().sum(-1, dtype=torch.float64)
+    for direction in (d, d * r):
+        if (direction.sum(-1, dtype=torch.float64).abs() > MASS_TOLERANCE * size).any():
+            return "wrong: the gradient is not that of a mask without scale and shift"
+    if r.numel() <= 10**6:
+        with backends.use(backends.reference):
+            exact = r.double().requires_grad_()
+            want = laprune.soft_topk(exact, k, GAMMA)
+            (slope,) = torch.autograd.grad(want, exact, g.double())
+        off = float((p - want.detach()).abs().max())
+        off = max(off, float((d - slope).norm() / slope.norm()))
+        if off > MASS_TOLERANCE:
+            return f"wrong: off by {off:.1e} from float64"
+    return None
+
+
+def _forget_peak() -> int:
+    """Start the peak of this process's memory anew where the system can; what it takes now."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what is free but still held would hide what comes
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    """The most bytes this process has held, since the last start where the system can say that."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return 1024 * int(found[1])
     import resource
 
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    """Runtime and memory against n for each device, and one table of everything."""
+    """Runtime and memory against n for each machine, and one table of everything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machines = dict.fromkeys((_slug(r), r["setting"]["hardware"]) for r in records)
+    slugs = [slug for slug, _ in machines]
     paths = []
-    for device in sorted({r["setting"]["hardware"] for r in records}):
-        chosen = [r for r in records if r["setting"]["hardware"] == device]
-        slug = "gpu" if chosen[0]["setting"]["device"].startswith("cuda") else "cpu"
-        paths += _figure(
-            [r for r in chosen if r["setting"]["rows"] == 1], device, folder, f"scaling_{slug}"
-        )
-        paths.append(_table(chosen, device, folder / f"scaling_{slug}.md"))
+    for slug, machine in machines:
+        chosen = [r for r in records if r["setting"]["hardware"] == machine]
+        if slugs.count(slug) > 1:
+            slug += "_" + re.sub(r"\W+", "_", machine).strip("_").lower()
+        rows = [r for r in chosen if r["setting"]["rows"] == 1]
+        if any("ms" in r["result"] for r in rows):
+            paths += _figure(rows, machine, folder, f"scaling_{slug}")
+        paths.append(_table(chosen, machine, folder / f"scaling_{slug}.md"))
     return paths
 
 
+def _slug(record: Record) -> str:
+    return "gpu" if record["setting"]["device"].startswith("cuda") else "cpu"
+
+
 def _figure(records: list[Record], device: str, folder: Path, name: str) -> list[Path]:
-    fig, (time_axis, memory_axis) = figure(2, width=4.6, height=3.6)
-    looks: dict[str, dict[str, Any]] = {}
+    fig, axes = figure(2, width=4.8, height=4.2)
+    gpu = _slug(records[0]) == "gpu"
     for i, operator in enumerate((OURS, *baselines.names())):
-        good = [r for r in records if r["setting"]["operator"] == operator and "ms" in r["result"]]
-        if not good:
+        here = [r for r in records if r["setting"]["operator"] == operator]
+        if not here:
             continue
-        n = [r["setting"]["n"] for r in good]
-        looks[operator] = {
+        look = {
             "label": operator,
             "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
+            # Where the colours begin anew, so do the lines, and the markers are one further.
+            "marker": MARKERS[(i + i // len(COLOURS)) % len(MARKERS)],
             "linestyle": LINES[i // len(COLOURS) % len(LINES)],
             "linewidth": 2.4 if operator == OURS else 1,
             "markersize": 4,
         }
-        look = looks[operator]
-        time_axis.plot(n, [r["result"]["ms"] for r in good], **look)
-        memory_axis.plot(n, [max(r["result"]["peak_bytes"], 4096) / 1e6 for r in good], **look)
-    graph = [r for r in records if "graph_ms" in r["result"]]
-    if graph:
-        look = looks[OURS] | {"linestyle": ":", "label": f"{OURS}, CUDA graph"}
-        times = {r["setting"]["n"]: r["result"]["graph_ms"] for r in graph}
-        time_axis.plot(list(times), list(times.values()), **look)
-        memory_axis.plot([], [], **look)
-    shortest = min(r["result"].get("graph_ms", r["result"].get("ms", 1e9)) for r in records)
+        _curves(axes, here, look)
+        if gpu and operator in PAPER:
+            for axis, y in zip(axes, PAPER[operator], strict=True):
+                axis.plot([10**7], [y], marker="*", markersize=10, color=look["color"])
     lengths = sorted({r["setting"]["n"] for r in records})
     bandwidth = max(r["result"].get("copy_bytes_per_s", 0) for r in records)
-    floor = [1e3 * TRANSFERS * 4 * n / bandwidth for n in lengths]
-    time_axis.plot(lengths, floor, color="0.6", linewidth=1)
-    time_axis.annotate(
-        "five transfers",
-        (lengths[-2], floor[-2]),
-        (8, -2),
-        textcoords="offset points",
-        fontsize=6.5,
-        color="0.4",
-        va="top",
+    floors = (
+        ("five transfers", [1e3 * TRANSFERS * 4 * n / bandwidth for n in lengths]),
+        # On a CPU the peak is counted from where scores and gradient are there already.
+        ("r, g, p, dr" if gpu else "p, dr", [4 * (4 if gpu else 2) * n / 1e6 for n in lengths]),
     )
-    memory_axis.plot(
-        lengths, [4 * 4 * n / 1e6 for n in lengths], color="0.6", linewidth=1, label="r, g, p, dr"
-    )
-    time_axis.set(xscale="log", yscale="log", xlabel="n", ylabel="forward + backward, ms")
-    time_axis.set_ylim(bottom=shortest / 10)
-    memory_axis.set(xscale="log", yscale="log", xlabel="n", ylabel="peak memory, MB")
-    memory_axis.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    for axis, (label, floor), what in zip(axes, floors, ("ms", "peak memory, MB"), strict=True):
+        axis.plot(lengths, floor, color="0.6", linewidth=1)
+        at = len(lengths) // 2
+        axis.annotate(label, (lengths[at], floor[at]), (7, -5), textcoords="offset points",
+                      fontsize=6.5, color="0.4", va="top")  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="n", ylabel=what)
+    times = [r["result"].get("graph_ms", r["result"].get("ms")) for r in records]
+    axes[0].set_ylim(bottom=min(x for x in times if x) / 10)
+    axes[0].set_ylabel("forward + backward, ms")
+    axes[1].set_ylim(bottom=0.1)  # a page or two is nothing that could be compared
+    axes[1].plot([], [], "x", color="0.3", label="out of memory or time, or wrong")
+    if gpu:
+        axes[1].plot([], [], "*", color="0.3", markersize=10, label="the paper, on an A100")
+    handles = axes[1].get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", ncols=5, fontsize=6.5)
     fig.suptitle(f"one row, k = n/16, {device}", fontsize=9)
     return save(fig, folder, name)
+
+
+def _curves(axes: list[Any], records: list[Record], look: dict[str, Any]) -> None:
+    """An operator's time and memory, and crosses at the top where it failed."""
+    good = [r for r in records if "ms" in r["result"]]
+    n = [r["setting"]["n"] for r in good]
+    axes[0].plot(n, [r["result"]["ms"] for r in good], **look)
+    axes[1].plot(n, [r["result"]["peak_bytes"] / 1e6 for r in good], **look)
+    graph = {r["setting"]["n"]: r["result"]["graph_ms"] for r in good if "graph_ms" in r["result"]}
+    if graph:
+        dotted = look | {"linestyle": ":", "label": f"{look['label']}, CUDA graph"}
+        axes[0].plot(list(graph), list(graph.values()), **dotted)
+        axes[1].plot([], [], **dotted)
+    failed = [r["setting"]["n"] for r in records if "failed" in r["result"]]
+    for axis in axes:
+        top = axis.get_xaxis_transform()
+        axis.plot(failed, [0.98] * len(failed), "x", color=look["color"], transform=top)
 
 
 def _table(records: list[Record], device: str, path: Path) -> Path:
     """Milliseconds, or what went wrong, operator by operator."""
     columns = list(dict.fromkeys((r["setting"]["rows"], r["setting"]["n"]) for r in records))
+    columns.sort(key=lambda column: (column[0] > 1, column[1]))
     cells = {
         (r["setting"]["operator"], r["setting"]["rows"], r["setting"]["n"]): r["result"]
         for r in records
     }
     found = {r["setting"]["operator"] for r in records}
     operators = [name for name in (OURS, *baselines.names()) if name in found]
+    left_out = [name for name in baselines.names() if name not in found]
+    head = ["operator", *(f"{rows} x {n:,}" for rows, n in columns)]
     lines = [
-        f"Forward + backward in ms (peak MB), gamma = {GAMMA}; one row has k = n/16. {device}.",
-        "",
-        "| operator | " + " | ".join(f"{rows} x {n:,}" for rows, n in columns) + " |",
-        "|---|" + "---:|" * len(columns),
+        [name, *(_cell(cells.get((name, *column))) for column in columns)] for name in operators
     ]
-    for operator in operators:
-        row = [_cell(cells.get((operator, *column))) for column in columns]
-        lines.append(f"| {operator} | " + " | ".join(row) + " |")
-    lines += ["", PAPER]
-    path.write_text("\n".join(lines) + "\n")
+    text = [f"Forward + backward in ms (peak MB); one row has k = n/16. {device}.", ""]
+    text += [markdown(head, lines), NOTES.rstrip()]
+    if left_out:
+        text.append(f"- Not measured here: {', '.join(f'`{x}`' for x in left_out)}.")
+    path.write_text("\n".join(text) + "\n")
     return path
 
 
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
-        return ""
+        return "-"
     if "failed" in result:
-        return (
-            result["failed"].split(":")[0]
-            if result["failed"].startswith("not")
-            else result["failed"]
-        )
+        return result["failed"]
     graph = f", graph {result['graph_ms']:.3g}" if "graph_ms" in result else ""
-    return f"{result['ms']:.3g}{graph} ({result['peak_bytes'] / 1e6:.0f})"
+    mb = result["peak_bytes"] / 1e6
+    return f"{_digits(result['ms'])}{graph} ({f'{mb:,.0f}' if mb >= 1 else '<1'})"
+
+
+def _digits(x: float) -> str:
+    return f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
 
 
 STUDY = Study("scaling", "runtime and memory against n, every operator", settings, measure, draw)
