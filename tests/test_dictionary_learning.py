@@ -49,6 +49,25 @@ def test_codes_are_soft_in_training_and_stock_in_evaluation() -> None:
     assert torch.equal(ae.encode(x, use_threshold=True), stock.encode(x, use_threshold=True))
 
 
+@pytest.mark.parametrize("mode", ["soft", "ste"])
+def test_what_the_package_counts_is_what_is_deployed(mode: str) -> None:
+    from dictionary_learning.training import log_stats
+
+    class Run(list):
+        put = list.append
+
+    trainer, run = LaPruneTrainer(mode=mode, **arguments(3)), Run()
+    trainer.update(0, batch(0))
+    log_stats([trainer], 0, batch(1), False, False, log_queues=[run])
+    assert run[0]["l0"] <= K
+    assert trainer.config["laprune"] == {"mode": mode, "gamma": pytest.approx(0.9)}
+
+
+def test_a_wrong_mode_is_named() -> None:
+    with pytest.raises(ValueError, match="mode must be 'soft' or 'ste', got 'hard'"):
+        LaPruneDictionary(D, M, K, mode="hard")  # type: ignore[arg-type]
+
+
 def test_the_one_line_way_in() -> None:
     trainer = TopKTrainer(**arguments(60), dict_class=LaPruneDictionary)
     x = batch(1)

@@ -374,3 +374,49 @@ def test_copies_are_fitted_together() -> None:
     sae = SparseAutoencoder(4, 8, 2, copies=3)
     history = Trainer(sae, epochs=2, batch_size=10).fit(normal(25, 4).float(), progress=False)
     assert history[1].loss < history[0].loss
+
+
+def test_wrong_samples_are_named_and_the_mode_is_kept() -> None:
+    sae = SparseAutoencoder(8, 32, 4).train()
+    for x in (torch.randn(3, 5, 8), torch.randn(5, 7), torch.randn(8), torch.empty(0, 8)):
+        with pytest.raises(ValueError, match=r"samples must have the shape \(n, 8\), got"):
+            evaluate(sae, x)
+    assert sae.training
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        evaluate(sae, torch.randn(5, 8), batch_size=0)
+    for x in (torch.randn(3, 5, 8), torch.empty(0, 8)):
+        with pytest.raises(ValueError, match=r"samples must have the shape \(n, d\), got"):
+            Trainer(sae).fit(x)
+
+
+@pytest.mark.parametrize("mode", ["soft", "ste", "hard"])
+def test_more_latents_than_there_are_is_named(mode: str) -> None:
+    activation = TopKActivation(30, mode=mode)
+    for way in (activation.train(), activation.eval(), activation.sparse):
+        with pytest.raises(ValueError, match=r"k must lie in \[0, 20\], got 30"):
+            way(torch.randn(5, 20))
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    x, path = torch.randn(60, 8), tmp_path / "new folder" / "sae.safetensors"
+
+    def trainer(k: int = 4, mode: str = "soft", **given: object) -> Trainer:
+        return Trainer(SparseAutoencoder(8, 32, k, mode=mode), batch_size=20, epochs=1, **given)
+
+    history = trainer().fit(x, progress=False, checkpoint=path)
+    assert history[0].gamma == pytest.approx(0.9)
+    others = {
+        "k is 4 there, 5 here": trainer(5),
+        "mode is soft there, ste here": trainer(mode="ste"),
+        "has a schedule is False there, True here": trainer(schedule=linear(0.1, 0.9, 3)),
+    }
+    for words, other in others.items():
+        with pytest.raises(ValueError, match=words):
+            other.fit(x, progress=False, checkpoint=path)
+        assert other.steps == 0
+    trainer().load(path)
+    save_file({"x": x}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="is not a checkpoint of this trainer"):
+        trainer().load(tmp_path / "foreign.safetensors")

@@ -163,7 +163,7 @@ def gated_topk(
     mask: Tensor | None = None,
     mode: Mode = "soft",
 ) -> Tensor:
-    """``values * soft_topk(scores, k, gamma)`` in one go; the mask is never stored.
+    """``values * soft_topk(scores, k, gamma)`` in one go; a soft mask is never stored.
 
     >>> gated_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, gamma=0.8)
     tensor([2.9855, 0.1065, 1.7869, 0.0000])

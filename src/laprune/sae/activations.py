@@ -62,7 +62,7 @@ class TopKActivation(HasGamma):
         """Values and indices of what evaluation keeps of each row; None if k is not whole."""
         if self.k != int(self.k):
             return None
-        values, indices = u.topk(int(self.k), dim=-1, sorted=False)
+        values, indices = _largest(u, self.k)
         return self._rectified(values), indices
 
     def mask(self, u: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class TopKActivation(HasGamma):
     def _hard(self, rows: Tensor, k: float) -> Tensor:
         if k != int(k):
             return self._rectified(rows) * hard_topk(rows, k)
-        values, indices = rows.topk(int(k), dim=-1, sorted=False)
+        values, indices = _largest(rows, k)
         return torch.zeros_like(rows).scatter(-1, indices, self._rectified(values))
 
     def _rectified(self, x: Tensor) -> Tensor:
@@ -99,6 +99,14 @@ class TopKActivation(HasGamma):
         return (
             f"k={self.k}, gamma={self._shown_gamma()}, mode={self.mode!r}, postact={self.postact!r}"
         )
+
+
+def _largest(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
+    """The values and indices of the k largest of each row, in any order."""
+    if k > rows.shape[-1]:
+        raise ValueError(f"k must lie in [0, {rows.shape[-1]}], got {k}")
+    found = rows.topk(int(k), dim=-1, sorted=False)
+    return found.values, found.indices
 
 
 class BatchTopKActivation(TopKActivation):

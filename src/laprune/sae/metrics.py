@@ -52,8 +52,20 @@ def evaluate(sae: SparseAutoencoder, x: Tensor, batch_size: int = 8192) -> Metri
         x: samples (n, d), or (copies, n, d).
         batch_size: samples at a time. The training mask is measured on the first batch.
     """
+    *copies, _, d = sae.decoder.shape
+    if x.dim() < 2 or [*x.shape[:-2], x.shape[-1]] != [*copies, d] or x.numel() == 0:
+        expected = ", ".join(map(str, (*copies, "n", d)))
+        raise ValueError(f"samples must have the shape ({expected}), got {tuple(x.shape)}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     training = sae.training
-    sae.eval()
+    try:
+        return _measured(sae.eval(), x, batch_size)
+    finally:
+        sae.train(training)
+
+
+def _measured(sae: SparseAutoencoder, x: Tensor, batch_size: int) -> Metrics:
     mean = x.mean(-2, keepdim=True)
     error, spread, count = (x.new_zeros(x.shape[:-2], dtype=torch.float64) for _ in range(3))
     fired = torch.zeros(*x.shape[:-2], sae.m, dtype=torch.bool, device=x.device)
@@ -67,7 +79,6 @@ def evaluate(sae: SparseAutoencoder, x: Tensor, batch_size: int = 8192) -> Metri
         fired |= active.any(-2)
         if i == 0 and isinstance(sae.activation, TopKActivation):
             mass, gamma = _training_mask(sae.activation, out.scores)
-    sae.train(training)
     n = x.shape[-2]
     return Metrics(error / spread, count / n, 1 - fired.double().mean(-1), mass, gamma)
 

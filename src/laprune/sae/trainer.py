@@ -23,7 +23,7 @@ class Epoch(NamedTuple):
     loss: float
     """The mean squared error over the epoch's samples and coordinates."""
     gamma: float | None
-    """The hardness in force; None without a schedule."""
+    """The hardness in force; None if the activation has none."""
 
 
 class Trainer:
@@ -105,8 +105,13 @@ class Trainer:
             progress: whether to show it.
             checkpoint: a file to go on from, if it is there, and to save to after each epoch.
         """
-        if checkpoint is not None and Path(checkpoint).exists():
-            self.load(checkpoint)
+        if x.dim() != 2 or len(x) == 0:
+            raise ValueError(f"samples must have the shape (n, d), got {tuple(x.shape)}")
+        if checkpoint is not None:
+            _safetensors()
+            Path(checkpoint).parent.mkdir(parents=True, exist_ok=True)
+            if Path(checkpoint).exists():
+                self.load(checkpoint)
         with _bar(progress) as bar:
             task = bar.add_task("training", total=self.epochs, completed=len(self.history))
             while len(self.history) < self.epochs:
@@ -131,10 +136,21 @@ class Trainer:
         yield from order.split(self.batch_size)[self._done :]
 
     def _end_epoch(self, n: int) -> None:
-        gamma = None if self.scheduler is None else self.scheduler.gamma
+        own = getattr(self.sae.activation, "gamma", None)
+        gamma = None if own is None else float(own)
         self.history.append(Epoch(self._sum.item() / n, gamma))
         self._order_from, self._done = self._generator.get_state(), 0
         self._sum.zero_()
+
+    def _settings(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with the trainer that goes on from it."""
+        sae = self.sae
+        return {
+            **{"d": sae.d, "m": sae.m, "k": sae.k, "batch_size": self.batch_size},
+            "activation": type(sae.activation).__name__,
+            "mode": getattr(sae.activation, "mode", None),
+            "has a schedule": self.scheduler is not None,
+        }
 
     def save(self, path: str | Path) -> None:
         """Model, optimiser, counters, schedule and random state, as one safetensors file."""
@@ -143,6 +159,7 @@ class Trainer:
             tensors |= {f"optimiser.{i}.{k}": v for k, v in state.items()}
         tensors |= {"silent": self.silent, "rng": self._order_from, "sum": self._sum}
         facts = {
+            "settings": self._settings(),
             "steps": self.steps,
             "done": self._done,
             "history": self.history,
@@ -160,7 +177,10 @@ class Trainer:
     def load(self, path: str | Path) -> None:
         """Go on from a file that a trainer with the same arguments saved."""
         tensors = _safetensors().load_file(path)
-        facts = json.loads(_metadata(path)["laprune"])
+        facts = _facts(path)
+        for name, own in self._settings().items():
+            if own != (saved := facts["settings"][name]):
+                raise ValueError(f"{path}: {name} is {saved} there, {own} here")
         groups: dict[str, dict[str, Tensor]] = {"model": {}, "optimiser": {}}
         for name, tensor in tensors.items():
             group, _, rest = name.partition(".")
@@ -199,8 +219,11 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def _metadata(path: str | Path) -> dict[str, str]:
+def _facts(path: str | Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return file.metadata()
+        notes = file.metadata() or {}
+    if "laprune" not in notes:
+        raise ValueError(f"{path} is not a checkpoint of this trainer")
+    return json.loads(notes["laprune"])
