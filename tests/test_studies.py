@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import laprune
 from laprune import cli, theory
 from laprune.baselines.lapsum import lapsum_sort
 from laprune.studies import budget_drift, discretised, solver_diagnostic, worst_case_floor
-from laprune.studies.lab import Options, load
+from laprune.studies.lab import Options, Record, Study, load, run, stored
 from laprune.studies.tables import Row, Spread, seeds, spread, write
 
 DIAGNOSTICS = (
@@ -28,6 +29,7 @@ DIAGNOSTICS = (
     "solver_diagnostic",
 )
 QUICK = Options(quick=True)
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,6 +65,55 @@ def test_study_runs_resumes_and_draws(
     _reproduce(name, tmp_path)
     assert (tmp_path / f"{name}.jsonl").read_text() == lines
     assert drawn <= {p.name for p in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", [x for x in cli.STUDIES if (RESULTS / f"{x}.jsonl").exists()])
+def test_what_is_on_file_is_drawn_whole_wherever_it_was_measured(name: str, tmp_path: Path) -> None:
+    shutil.copy(RESULTS / f"{name}.jsonl", tmp_path)
+    arguments = ["reproduce", name, "--stored", "--device", "cpu", "--results", str(tmp_path)]
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
+    drawn = {p.name for p in tmp_path.iterdir()}
+    assert drawn == {p.name for p in RESULTS.glob(f"{name}*")}
+    for page in tmp_path.glob("*.md"):
+        assert page.read_text() == (RESULTS / page.name).read_text()
+
+
+def _made_up(settings: list[dict[str, object]]) -> Study:
+    def draw(records: list[Record], folder: Path) -> list[Path]:
+        return []
+
+    return Study("made_up", "", lambda _: settings, lambda s, _: {"is": s}, draw)
+
+
+def _seen(records: list[Record]) -> list[dict[str, object]]:
+    return [r["setting"] for r in records]
+
+
+def test_a_run_of_a_part_draws_from_the_whole(tmp_path: Path) -> None:
+    whole = [{"x": x, "seed": seed} for x in "cab" for seed in (0, 1)]
+    run(_made_up(whole), Options(), tmp_path)
+    part = _made_up([{"x": "d", "seed": 0}, {"x": "b", "seed": 1}])
+    run(_made_up([{"x": "trial"}]), QUICK, tmp_path)
+    assert _seen(run(part, Options(), tmp_path)) == [
+        {"x": "d", "seed": 0},
+        {"x": "b", "seed": 1},
+        *whole[:-1],
+    ]
+    assert _seen(stored(_made_up([]), QUICK, tmp_path)) == [{"x": "trial"}]
+    assert stored(_made_up(whole), Options(), tmp_path / "nowhere") == []
+
+
+def test_one_drawing_is_of_one_kind(tmp_path: Path) -> None:
+    long, short = ([{"epochs": n, "seed": s} for s in range(n)] for n in (3, 2))
+    for settings in (short, long):
+        run(_made_up(settings), Options(), tmp_path)
+    assert _seen(stored(_made_up(short), Options(), tmp_path)) == short
+    assert _seen(stored(_made_up([{"epochs": 9}]), Options(), tmp_path)) == long
+    # Where some have no hardware, the others are set apart by it, and the study draws both.
+    for settings in ([{"n": 1}], [{"n": 1, "hardware": "h"}]):
+        both = run(dataclasses.replace(_made_up(settings), name="both"), Options(), tmp_path)
+    assert _seen(both) == [{"n": 1}, {"n": 1, "hardware": "h"}]
 
 
 @pytest.mark.parametrize("name", DIAGNOSTICS)

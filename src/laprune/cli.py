@@ -280,7 +280,7 @@ def reproduce(
             continue
         if not records:
             left_out = True
-            console.print(f"{name}: nothing is on file for {options.device}")
+            console.print(f"{name}: nothing is on file")
             continue
         console.print("written:", *map(str, study.draw(records, results)))
     if left_out:

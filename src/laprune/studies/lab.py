@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -36,6 +37,10 @@ Setting = dict[str, Any]
 Record = dict[str, Any]
 Measured = tuple[Setting, dict[str, Any]]
 """A setting and its result."""
+
+KINDS = ("hardware", "threads", "backbone", "model", "epochs")
+"""Where all settings of a study have one of these, records that differ in it are not drawn as one:
+they are of different machines, networks or schedules."""
 
 console = Console()
 
@@ -83,13 +88,13 @@ class Study:
 
 
 def run(study: Study, options: Options, folder: Path) -> list[Record]:
-    """Measure what is missing and return the records of all wanted settings."""
+    """Measure what is missing and return all that the study is drawn from."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{study.name}.jsonl"
     done = {_key(r["setting"]): r for r in load(path)}
     wanted = list(study.settings(options))
     missing = [s for s in wanted if _key(s) not in done]
-    where = provenance(options.device)
+    where, trial = provenance(options.device), {"quick": True} if options.quick else {}
     with _progress() as progress:
         task = progress.add_task(
             study.name, total=len(wanted), completed=len(wanted) - len(missing)
@@ -99,7 +104,7 @@ def run(study: Study, options: Options, folder: Path) -> list[Record]:
             progress.update(task, description=f"{study.name}: {_brief(setting)}")
 
         for setting, result in _measured(study, missing, options, tell):
-            record = {"setting": setting, "result": result, "where": where}
+            record = {"setting": setting, "result": result, "where": where, **trial}
             _append(path, json.dumps(record))
             done[_key(setting)] = record
             progress.advance(task)
@@ -107,7 +112,7 @@ def run(study: Study, options: Options, folder: Path) -> list[Record]:
     left = sum(_key(s) not in done for s in wanted)
     if left:
         raise Unfinished(f"{len(wanted) - left} of {len(wanted)} settings are on file")
-    return [done[_key(s)] for s in wanted]
+    return stored(study, options, folder)
 
 
 def _measured(
@@ -124,14 +129,33 @@ def _measured(
 
 
 def stored(study: Study, options: Options, folder: Path) -> list[Record]:
-    """Those records of the wanted settings that are on file, whatever machine they come from."""
+    """The records a study is drawn from, those of the wanted settings first and in their order.
 
-    def key(setting: Setting) -> str:
-        return _key({name: x for name, x in setting.items() if name != "hardware"})
+    All that is on file, whatever machine, data and packages it took: a drawing must not shrink
+    because they are not here. Trials are for trials only, and of several kinds (see `KINDS`) it is
+    the one that is wanted or, where none is on file, the most frequent.
+    """
+    wanted = list(study.settings(options))
+    asked = {_key(s) for s in wanted}
+    on_file = {_key(r["setting"]): r for r in load(folder / f"{study.name}.jsonl")}
+    records = [r for key, r in on_file.items() if key in asked or trial(r) == options.quick]
+    fields = [name for name in KINDS if all(name in r["setting"] for r in records)]
 
-    wanted = {key(s): i for i, s in enumerate(study.settings(options))}
-    records = [r for r in load(folder / f"{study.name}.jsonl") if key(r["setting"]) in wanted]
-    return sorted(records, key=lambda r: wanted[key(r["setting"])])
+    def kind(setting: Setting) -> str:
+        return _key({name: setting.get(name) for name in fields})
+
+    counts = Counter(kind(r["setting"]) for r in records).most_common()
+    kinds = [k for k in map(kind, wanted) if k in dict(counts)] + [k for k, _ in counts]
+    places = {_elsewhere(s): i for i, s in enumerate(wanted)}
+    return sorted(
+        (r for r in records if kind(r["setting"]) == kinds[0]),
+        key=lambda r: places.get(_elsewhere(r["setting"]), len(places)),
+    )
+
+
+def trial(record: Record) -> bool:
+    """Whether a record was made by a quick run."""
+    return record.get("quick", False)
 
 
 def load(path: Path) -> list[Record]:
@@ -214,6 +238,11 @@ def _commit() -> str | None:
 
 def _key(setting: Setting) -> str:
     return json.dumps(setting, sort_keys=True)
+
+
+def _elsewhere(setting: Setting) -> str:
+    """The key of a setting on no machine in particular."""
+    return _key({name: x for name, x in setting.items() if name != "hardware"})
 
 
 def _brief(setting: Setting) -> str:

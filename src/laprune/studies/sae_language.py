@@ -199,6 +199,8 @@ def _spliced(sae: SparseAutoencoder, i: int, data: Harvest) -> float:
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
+    # A GPU's, the usual ones, where a CPU's are on file too.
+    records = select(records, matmul="tf32") or records
     return [*_figure(records, folder), _report(records, folder)]
 
 
