@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -153,8 +154,39 @@ def test_a_file_belongs_to_the_longest_name(tmp_path: Path) -> None:
 
 
 def test_no_results_no_page(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no results"):
+    with pytest.raises(UserError, match=r"no results in .*nowhere: run `laprune reproduce` first"):
         report.gather(tmp_path / "nowhere", {})
+    (tmp_path / "results-quick").mkdir()
+    with pytest.raises(UserError, match=r"laprune report --results .*results-quick"):
+        report.gather(tmp_path / "results", {})
+
+
+def test_trials_are_called_trials(page: report.Page, results: Path) -> None:
+    said = "These are trials"
+    report.write(page, results / "page.html")
+    assert said not in (results / "page.html").read_text(encoding="utf-8")
+    record = {"setting": {}, "result": {}, "where": WHERE, "quick": True}
+    (results / "other.jsonl").write_text(json.dumps(record))
+    report.write(report.gather(results, {}), results / "page.html")
+    assert said in (results / "page.html").read_text(encoding="utf-8")
+
+
+def test_numbers_of_something_else_are_not_compared(results: Path) -> None:
+    table = "| method | FVU, paper | FVU |\n|---|--:|--:|\n| a | 0.1 | 0.2 |\n"
+    (results / "other.md").write_text(table)
+    page = report.gather(results, {"first": "about it", "other": "about that"})
+    assert [(s.name, s.uncompared) for s in page.sections] == [("first", False), ("other", True)]
+    assert len(page.comparison()) == 2
+    report.write(page, results / "page.html")
+    assert (results / "page.html").read_text(encoding="utf-8").count("are not compared") == 1
+
+
+def test_the_study_that_most_comparisons_are_of_is_named(results: Path) -> None:
+    assert report.gather(results, {}).largest is None
+    write(results, "other", "The other", [Row("near", 0.5, Spread(0.5, 0.01))])
+    largest = report.gather(results, {}).largest
+    assert largest is not None
+    assert (largest.name, largest.agreeing, len(largest.comparisons)) == ("first", 1, 2)
 
 
 def test_the_projects_own_results_make_a_page(tmp_path: Path) -> None:
@@ -162,3 +194,19 @@ def test_the_projects_own_results_make_a_page(tmp_path: Path) -> None:
     page = report.gather(folder, {})
     assert sum(len(s.figures) for s in page.sections) == len(list(folder.glob("*.svg")))
     assert len(page.comparison()) > 20
+    assert [s.name for s in page.sections if s.uncompared] == ["sae_images"]
+
+
+def test_the_projects_note_counts_what_differs() -> None:
+    page = report.gather(Path(__file__).parent.parent / "results", {})
+    counts = Counter(
+        (c["study"], c["paper"] == "claimed") for c in page.comparison() if not c["agrees"]
+    )
+    said = {
+        ("feature_selection", True): "Feature selection, 16 claims",
+        ("feature_selection", False): "16 claims and 11 numbers",
+        ("mean_field_agreement", False): "Mean-field agreement, 2 numbers",
+        ("solver_diagnostic", False): "Solver, 2 numbers",
+    }
+    assert counts == {key: int(re.findall(r"\d+", text)[-1]) for key, text in said.items()}
+    assert all(text in page.note for text in said.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import resources
@@ -17,7 +18,7 @@ from markupsafe import Markup
 
 import laprune
 from laprune import explorer
-from laprune.studies.lab import Record, load
+from laprune.studies.lab import Record, load, trial
 
 from . import UserError
 
@@ -58,12 +59,19 @@ class Section:
     body: Markup = field(default_factory=Markup)
     figures: list[Figure] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
+    uncompared: bool = False
+    """The paper's numbers stand beside ours, but are of something else."""
     records: int = 0
+    trials: int = 0
     origins: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         return not (self.records or self.figures or self.body)
+
+    @property
+    def agreeing(self) -> int:
+        return sum(c.agrees for c in self.comparisons)
 
 
 @dataclass
@@ -71,6 +79,17 @@ class Page:
     sections: list[Section]
     missing: list[Section]
     note: Markup
+
+    @property
+    def trials(self) -> bool:
+        """Whether there are records of quick runs."""
+        return any(s.trials for s in self.sections)
+
+    @property
+    def largest(self) -> Section | None:
+        """The study that most comparisons are of, if it is not the only one with some."""
+        count = sum(len(s.comparisons) for s in self.sections)
+        return next((s for s in self.sections if count / 2 < len(s.comparisons) < count), None)
 
     def comparison(self) -> list[dict[str, Any]]:
         """Every number that the paper gives, beside ours."""
@@ -80,7 +99,7 @@ class Page:
 def gather(folder: Path, abouts: dict[str, str]) -> Page:
     """Read a results folder: the studies named, in order, then whatever else is there."""
     if not folder.is_dir():
-        raise UserError(f"no results in {folder}: run `laprune reproduce` first")
+        raise UserError(_nothing(folder))
     names = [*abouts, *(p.stem for p in sorted(folder.glob("*.jsonl")) if p.stem not in abouts)]
     files: dict[str, list[Path]] = {name: [] for name in names}
     for path in sorted(folder.iterdir()):
@@ -88,12 +107,19 @@ def gather(folder: Path, abouts: dict[str, str]) -> Page:
         if owner is not None:
             files[owner].append(path)
     sections = [_section(name, abouts.get(name, ""), files[name]) for name in names]
-    note = folder / NOTE
     return Page(
         [s for s in sections if not s.empty],
         [s for s in sections if s.empty],
-        _render(note.read_text(encoding="utf-8"), "")[1] if note.exists() else Markup(""),
+        _note(folder / NOTE),
     )
+
+
+def _nothing(folder: Path) -> str:
+    trials = folder.with_name("results-quick")
+    hint = "run `laprune reproduce` first"
+    if trials.is_dir():
+        hint = f"those of --quick are shown by `laprune report --results {trials}`"
+    return f"no results in {folder}: {hint}"
 
 
 def write(page: Page, path: Path) -> None:
@@ -108,7 +134,7 @@ def write(page: Page, path: Path) -> None:
     text = environment.get_template("report.html").render(
         page=page,
         comparisons=comparisons,
-        agreeing=sum(c.agrees for c in comparisons),
+        agreeing=sum(s.agreeing for s in page.sections),
         records=sum(s.records for s in page.sections),
         figures=sum(len(s.figures) for s in page.sections),
         version=laprune.__version__,
@@ -177,12 +203,10 @@ def _section(name: str, about: str, files: list[Path]) -> Section:
         if path.suffix == ".jsonl":
             records = load(path)
             section.records += len(records)
+            section.trials += sum(map(trial, records))
             section.origins += _origins(records)
         elif path.suffix == ".md":
-            title, body, rows = _read_table(path.read_text(encoding="utf-8"), name)
-            section.title = title or section.title
-            section.body += body
-            section.comparisons += rows
+            _read_table(path.read_text(encoding="utf-8"), section)
         elif path.suffix == ".svg" or path.stem not in drawn:
             data = base64.b64encode(path.read_bytes()).decode()
             uri = f"data:{_MEDIA[path.suffix]};base64,{data}"
@@ -222,28 +246,39 @@ def _origins(records: list[Record]) -> list[dict[str, str]]:
     return lines
 
 
-def _read_table(text: str, study: str) -> tuple[str, Markup, list[Comparison]]:
+def _read_table(text: str, section: Section) -> None:
     """Title, page fragment and comparisons of one Markdown file of the results."""
-    rows: list[Comparison] = []
-    title, body = _render(text, study, rows)
-    return title, body, rows
-
-
-def _render(text: str, study: str, rows: list[Comparison] | None = None) -> tuple[str, Markup]:
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
-    title = ""
     if tokens and tokens[0].type == "heading_open" and tokens[0].tag == "h1":
-        title, tokens = tokens[1].content, tokens[3:]
+        section.title, tokens = tokens[1].content, tokens[3:]
     for token in tokens:
         if token.type in {"heading_open", "heading_close"}:
             token.tag = f"h{min(int(token.tag[1]) + 1, 6)}"
-    if rows is not None:
-        rows += _compare(tokens, study)
+    section.comparisons += _compare(tokens, section.name)
+    section.uncompared |= any(map(_uncompared, _heads(tokens)))
     rendered = parser.renderer.render(tokens, parser.options, {})
     # Wide tables scroll inside their own frame.
     rendered = rendered.replace("<table>", '<div class="frame"><table class="sortable">')
-    return title, Markup(rendered.replace("</table>", "</table></div>"))
+    section.body += Markup(rendered.replace("</table>", "</table></div>"))
+
+
+def _note(path: Path) -> Markup:
+    section = Section("", "")
+    if path.exists():
+        _read_table(path.read_text(encoding="utf-8"), section)
+    return section.body
+
+
+def _heads(tokens: list[Token]) -> Iterator[list[str]]:
+    """The head of every table."""
+    head: list[str] = []
+    for i, token in enumerate(tokens):
+        if token.type == "th_open":
+            head.append(tokens[i + 1].content)
+        elif token.type == "thead_close":
+            yield head
+            head = []
 
 
 def _compare(tokens: list[Token], study: str) -> list[Comparison]:
@@ -274,10 +309,10 @@ def _judge_numbers(
 ) -> list[Comparison]:
     """Columns "paper" or "F1, paper", followed by ours and the difference."""
     found = []
-    for j in range(1, len(header) - 2):
-        of, _, what = header[j].rpartition(", ")
-        if what != "paper" or header[j + 2] != "difference":
+    for j in _papers(header):
+        if header[j + 2 : j + 3] != ["difference"]:
             continue
+        of = header[j].rpartition(", ")[0]
         paper, ours, difference = (text for _, text in cells[j : j + 3])
         verdict = agrees(paper, ours)
         if verdict is not None:
@@ -285,6 +320,19 @@ def _judge_numbers(
             quantity = heading + cells[0][1] + (f", {of}" if of else "")
             found.append(Comparison(study, quantity, paper, ours, difference, verdict))
     return found
+
+
+def _papers(header: list[str]) -> list[int]:
+    """The columns of a table that hold the paper's numbers.
+
+    >>> _papers(["method", "F1, paper", "F1", "paper", "ours", "difference"])
+    [1, 3]
+    """
+    return [j for j, text in enumerate(header) if text.rpartition(", ")[2] == "paper"]
+
+
+def _uncompared(header: list[str]) -> bool:
+    return any(header[j + 2 : j + 3] != ["difference"] for j in _papers(header))
 
 
 def _judge_claims(
