@@ -254,3 +254,13 @@ def test_named_tuples_come_back_as_such() -> None:
     found = laprune.global_topk(Pair(normal(3), normal(4)), 2, 0.5)
     assert type(found) is Pair
     assert (found.a.sum() + found.b.sum()).item() == pytest.approx(2)
+
+
+def test_transforms_that_are_missing_are_refused() -> None:
+    a, b = normal(2, 3), normal(2, 4, seed=1)
+    with pytest.raises(NotImplementedError, match="neither vmap nor forward mode"):
+        torch.func.vmap(lambda x, y: laprune.global_topk([x, y], 3, 0.5)[0])(a, b)
+    with pytest.raises(NotImplementedError, match="neither vmap nor forward mode"):
+        torch.func.jvp(lambda x: laprune.global_topk([x, b], 3, 0.5)[0], (a,), (a,))
+    slope = torch.func.grad(lambda x: laprune.global_topk([x, b], 3, 0.5)[0].square().sum())(a)
+    assert slope.abs().sum() > 0

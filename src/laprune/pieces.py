@@ -116,6 +116,17 @@ class TopKPieces(torch.autograd.Function):
         )  # fmt: skip
         return dk, dh, None, None, None, *scores
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        raise NotImplementedError(f"{_NEITHER}: call it for each budget, or soft_topk on rows")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"{_NEITHER}: soft_topk of one row has the latter")
+
+
+_NEITHER = "a budget over several tensors or ranks has neither vmap nor forward mode"
+
 
 def _differentiable(
     ctx: Any,
