@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -20,9 +21,9 @@ def global_topk(
 ) -> Tensors:
     """Masks of several tensors that share one budget: together they have mass k and hardness gamma.
 
-    As :func:`laprune.soft_topk` of all entries in one row, in the order of the tensors. They are
-    read where they lie; only on a single GPU they are copied into one row, which then takes one
-    launch.
+    As :func:`laprune.soft_topk` of all entries in one row, in the order of the tensors, but without
+    vmap and forward mode. They are read where they lie; only on a single GPU they are copied into
+    one row, which then takes one launch.
 
     >>> scores = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0], [0.0]])}
     >>> global_topk(scores, k=2, gamma=0.8)
@@ -31,7 +32,8 @@ def global_topk(
 
     Args:
         tensors: a list, tuple or dict of tensors of any shape, on one device. DTensors are solved
-            where they lie: only a sample and the sums of each pass travel.
+            where they lie: only a sample and the sums of each pass travel. Of equal scores in one
+            DTensor the hard masks serve those on the lowest rank first.
         k: the mass of all masks together; a number or a tensor with one element.
         gamma: their hardness, from 0 to 1; a number or a tensor with one element.
         masks: True where an entry may be selected: the same structure, None for a tensor whose
@@ -93,11 +95,11 @@ def jointly(
     if not groups and total == 0:
         raise ValueError("tensors have no entries: nothing to select from")
     rows = [masked(x, m).reshape(1, -1) for x, m in zip(leaves, masks, strict=True)]
-    # On several ranks a wrong number is refused after they have compared theirs, by all of them.
-    alone, most = not groups, float("inf")
     one, row = torch.Size([1]), rows[0]
-    k = number(_single(k, "k"), "k", total if alone else most, one, row)
-    gamma = number(_single(gamma, "gamma"), "gamma", 1.0 if alone else most, one, row)
+    k, gamma = _single(k, "k"), _single(gamma, "gamma")
+    if groups:
+        k, gamma = unchecked(k), unchecked(gamma)
+    k, gamma = number(k, "k", total, one, row), number(gamma, "gamma", 1.0, one, row)
     *soft, state, info = topk_pieces(k, gamma, False, groups, owners, *rows)
     if mode == "ste":
         sure = torch.ones_like(gamma)
@@ -107,9 +109,18 @@ def jointly(
     return [p.reshape(x.shape) for p, x in zip(soft, leaves, strict=True)], state, info
 
 
+def unchecked(x: Number) -> Number:
+    """A number as a tensor, whose value is not looked at before the ranks have compared theirs: a
+    wrong one must be refused by all of them, or the others would wait for the one that did."""
+    real = isinstance(x, Real) and not isinstance(x, bool)
+    return torch.tensor(float(x), dtype=torch.float64, device="cpu") if real else x
+
+
 def _single(x: Number, name: str) -> Number:
     if isinstance(x, Tensor) and x.numel() != 1:
         raise ValueError(f"{name} must have one element, got shape {tuple(x.shape)}")
+    if is_dtensor(x):
+        x = x.full_tensor()  # type: ignore[union-attr]
     return x.reshape(1) if isinstance(x, Tensor) else x
 
 

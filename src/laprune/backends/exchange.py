@@ -9,6 +9,8 @@ steps, as the replicas of data-parallel training do.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,21 +60,31 @@ class Exchange:
         return sums, smallest
 
     def agree(
-        self, header: dict[str, float], own: list[float], device: torch.device
+        self,
+        header: dict[str, float],
+        prints: dict[str, float],
+        own: list[float],
+        device: torch.device,
     ) -> list[list[float]]:
-        """Refuse, on every rank, what is not the same on all; return ``own`` of every rank."""
+        """Refuse, on every rank, what is not the same on all; return ``own`` of every rank.
+
+        ``prints`` are compared as the header is, but say nothing to a reader.
+        """
         if not self.groups:
             return [own]
-        values = torch.tensor([*header.values(), *own], dtype=torch.float64, device=device)
-        seen = self.gather(values).tolist()
-        for column, (name, mine) in enumerate(header.items()):
+        values = [*header.values(), *prints.values(), *own]
+        seen = self.gather(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+        for column, name in enumerate((*header, *prints)):
+            first, mine = seen[0][column], values[column]
             for rank, row in enumerate(seen):
-                if row[column] != seen[0][column]:
-                    raise ValueError(
-                        f"the ranks disagree on {name}: {seen[0][column]:g} on rank 0, "
-                        f"{row[column]:g} on rank {rank} (here: {mine:g})"
-                    )
-        return [row[len(header) :] for row in seen]
+                if row[column] == first or (math.isnan(row[column]) and math.isnan(first)):
+                    continue
+                text = f": {first:g} on rank 0, {row[column]:g} on rank {rank} (here: {mine:g})"
+                between = f": rank 0 and rank {rank} have different ones"
+                raise ValueError(
+                    f"the ranks disagree on {name}{text if name in header else between}"
+                )
+        return [row[len(header) + len(prints) :] for row in seen]
 
     def _call(self, x: Tensor, group: dist.ProcessGroup) -> None:
         self.collectives += 1

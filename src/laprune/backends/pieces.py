@@ -314,7 +314,7 @@ def solve(
     job, total = _Job(pieces, owners, exchange, double), sum(lengths)
     if total == 0:
         raise ValueError("there are no entries to select from, on any rank")
-    _check(total, k, hardness, fixed)
+    _check(total, k, hardness, fixed, bool(exchange.groups))
     k, hardness = k.detach().to(job.work), hardness.detach().to(job.work)
     stats, sample = _gather_start(job, lengths, k)
     n, bad, low, high = stats[:, 0], stats[:, 1] > 0, stats[:, 2], stats[:, 3]
@@ -392,22 +392,31 @@ def _agree(
     double = any(x.dtype == torch.float64 for x in pieces)
     if not exchange.groups:
         return [length], double
-    turn = torch.arange(1, len(k) + 1, dtype=k.dtype, device=k.device)
-    numbers = torch.stack(
-        [k[:1].sum(), (k * turn).sum(), hardness[:1].sum(), (hardness * turn).sum()]
-    )
-    first_k, all_k, first_h, all_h = numbers.detach().nan_to_num(nan=-1.0, posinf=-2.0).tolist()
+    first_k, first_h, every_k, every_h = _summary(k, hardness)
     name = "temperature" if fixed else "gamma"
     header = {"the number of rows": float(len(k)), "the number of tensors": float(len(pieces))}
     header |= {"whether the temperature is fixed": float(fixed), "k": first_k, name: first_h}
-    header |= {"the k of some row": all_k, f"the {name} of some row": all_h}
-    seen = exchange.agree(header, [float(length), float(double)], k.device)
+    prints = {"the k of some row": every_k, f"the {name} of some row": every_h}
+    seen = exchange.agree(header, prints, [float(length), float(double)], k.device)
     return [int(row[0]) for row in seen], any(row[1] for row in seen)
 
 
-def _check(total: int, k: Tensor, hardness: Tensor, fixed: bool) -> None:
-    """Refuse values that only real tensors show; elsewhere such rows come back as NaN."""
-    if k.device.type != "cpu":
+def _summary(k: Tensor, hardness: Tensor) -> list[float]:
+    """k and hardness of the first row, and a fingerprint of those of all rows."""
+    both = torch.stack([k.detach(), hardness.detach()]).double() + 0.0  # -0 counts as 0
+    # Mixed bits, as splitmix64 does: plain sums of numbers that people write collide.
+    bits = both.view(torch.int64) + torch.arange(len(k), device=k.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits = (bits ^ (bits >> shift)) * factor
+    prints = (bits ^ (bits >> 31)).sum(1) >> 12  # what a float64 holds exactly
+    first = both[:, 0] if len(k) else both.new_zeros(2)
+    return torch.cat([first, prints.double()]).tolist()
+
+
+def _check(total: int, k: Tensor, hardness: Tensor, fixed: bool, ranks: bool) -> None:
+    """Refuse values that only real tensors show. A single GPU is not asked, as that takes longer
+    than to come back with NaN."""
+    if k.device.type != "cpu" and not ranks:
         return
     name, high = ("temperature", torch.inf) if fixed else ("gamma", 1.0)
     for label, x, largest in (("k", k, float(total)), (name, hardness, high)):
