@@ -156,6 +156,11 @@ def edges(rank: int, world: int) -> None:
         close(found[name], shard(whole[name], rank, world))
 
 
+def _rows(rank: int) -> Tensor:
+    """Of one sum, whether or not it is weighted by the row."""
+    return torch.tensor([1.0, 4.0, 2.0] if rank == 0 else [1.0, 1.0, 4.0])
+
+
 def disagreement(rank: int, world: int) -> None:
     x = shard(normal(100), rank, world)
     for arguments, message in (
@@ -164,10 +169,16 @@ def disagreement(rank: int, world: int) -> None:
         ((x.expand(1 + rank, -1), 5, 0.5), "the ranks disagree on the number of rows"),
         ((x, 101, 0.5), r"k must lie in \[0, 100\], got 101"),
         ((x, -3, 0.5), r"k must lie in"),
+        ((x, -3 if rank == 0 else 5, 0.5), "the ranks disagree on k: -3 on rank 0, 5 on rank 1"),
+        ((x, 5, 0.5 if rank == 0 else math.nan), "the ranks disagree on gamma: 0.5 .* nan on rank"),
+        ((x, math.nan, 0.5), r"k must lie in \[0, 100\], got nan"),
+        ((x.expand(3, -1), _rows(rank), 0.5), "the ranks disagree on the k of some row"),
         ((x[:0], 0, 0.5), "no entries to select from, on any rank"),
     ):
         with pytest.raises(ValueError, match=message):
             distributed.soft_topk(*arguments)
+    with pytest.raises(ValueError, match="the ranks disagree on k: 5 on rank 0, -1 on rank 1"):
+        distributed.global_topk([x], 5 if rank == 0 else -1, 0.5)
     # And everyone is still there.
     close(
         distributed.soft_topk(x, 5, 0.5), shard(laprune.soft_topk(normal(100), 5, 0.5), rank, world)
@@ -194,7 +205,13 @@ def dtensors(rank: int, world: int) -> None:
         close(p.full_tensor().detach(), one[0], rtol=1e-8, atol=1e-9)
         (p * distribute_tensor(weights, mesh, placements)).sum().full_tensor().backward()
         close(x.grad.full_tensor(), one[1], rtol=1e-7, atol=1e-8)
-        close(numbers[0].grad, one[2], rtol=1e-7, atol=1e-8)
+        for number, wanted in zip(numbers, one[2:], strict=True):
+            close(number.grad, wanted, rtol=1e-7, atol=1e-8)
+        k0 = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+        laprune.soft_topk(x.detach(), k0, 0.7, dim=dim).square().sum().full_tensor().backward()
+        k1 = k0.detach().requires_grad_()
+        laprune.soft_topk(r, k1, 0.7, dim=dim).square().sum().backward()
+        close(k0.grad, k1.grad, rtol=1e-7, atol=1e-8)
         close(laprune.hard_topk(x, k, dim=dim).full_tensor(), laprune.hard_topk(r, k, dim=dim))
         close(
             laprune.gated_topk(x, k, 0.4, dim=dim).full_tensor().detach(),
@@ -212,6 +229,11 @@ def dtensors(rank: int, world: int) -> None:
             laprune.soft_topk(x, 2, 0.4, dim=dim, mask=may).full_tensor().detach(),
             laprune.soft_topk(r, 2, 0.4, dim=dim, mask=may),
         )
+        for mode in ("soft", "ste"):
+            close(
+                laprune.gated_topk(x, 2, 0.4, dim=dim, mask=may, mode=mode).full_tensor().detach(),
+                laprune.gated_topk(r, 2, 0.4, dim=dim, mask=may, mode=mode),
+            )
 
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("x",))
     r = normal(5, 2 * world + 1)
@@ -253,6 +275,65 @@ def dtensors(rank: int, world: int) -> None:
     close(hard[0].full_tensor(), torch.ones(5, 2))
     close(hard[1], torch.tensor([1.0, 0.0, 0.0]))
 
+    cut = distribute_tensor(r, line, [Shard(1)])
+    budget = distribute_tensor(torch.tensor(6.0), line, [Replicate()])
+    for k in (budget, budget.reshape(1)):
+        close(laprune.global_topk([cut], k, 0.5)[0], laprune.global_topk([cut], 6, 0.5)[0])
+    with pytest.raises(ValueError, match=r"k of shape \(5, 1\) does not broadcast to \(5,\)"):
+        laprune.soft_topk(cut, torch.ones(5, 1), 0.5)
+    for values, scores in ((cut, r), (r, cut)):
+        with pytest.raises(TypeError, match="both be DTensors or neither"):
+            distributed.gated_topk(values, 2, 0.5, scores=scores)
+
+
+def strided(rank: int, world: int) -> None:
+    """Entries that tensor parallelism and FSDP2 cut one after the other lie in order."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if world < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def both(value: Tensor) -> DTensor:
+        layer = nn.Linear(value.shape[1], len(value), bias=False).double()
+        with torch.no_grad():
+            layer.weight.copy_(value)
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        return fully_shard(layer, mesh=mesh["dp"]).weight.detach()
+
+    r, ones = normal(8, 5), torch.ones(8, 5, dtype=torch.float64)
+    x, equal, weights = both(r), both(ones), both(normal(8, 5, seed=1))
+    for dim, rows in ((0, 5), (1, 8)):
+        k = torch.linspace(1, 3, rows, dtype=torch.float64)
+        gamma = torch.tensor(0.7, dtype=torch.float64)
+        full = normal(8, 5, seed=1)
+        one = gradients(lambda *a, dim=dim: laprune.soft_topk(*a, dim=dim), r, k, gamma, full)
+        inputs = [y.clone().requires_grad_() for y in (x, k, gamma)]
+        p = laprune.soft_topk(*inputs, dim=dim)
+        (p * weights).sum().full_tensor().backward()
+        found = (
+            p.detach().full_tensor(),
+            inputs[0].grad.full_tensor(),
+            *(y.grad for y in inputs[1:]),
+        )
+        for have, want in zip(found, one, strict=True):
+            close(have, want, rtol=1e-7, atol=1e-8)
+        for tied in (1, 3, 4.5):
+            close(
+                laprune.hard_topk(equal, tied, dim=dim).full_tensor(),
+                laprune.hard_topk(ones, tied, dim=dim),
+            )
+        may = r > -0.5
+        close(
+            laprune.soft_topk(x, 1, 0.7, dim=dim, mask=may).full_tensor(),
+            laprune.soft_topk(r, 1, 0.7, dim=dim, mask=may),
+        )
+    close(laprune.global_topk([x], 10, 0.7)[0].full_tensor(), laprune.global_topk([r], 10, 0.7)[0])
+    assert laprune.global_topk([equal], 7, 1.0)[0].full_tensor().sum() == 7
+
 
 def net(width: int = 7) -> nn.Sequential:
     torch.manual_seed(0)
@@ -265,7 +346,9 @@ def pruning(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    x, mesh = normal(4 * world, 8), init_device_mesh("cpu", (world,))
+    x, meshes = normal(4 * world, 8), {"fsdp": init_device_mesh("cpu", (world,))}
+    if world == 4:
+        meshes["hsdp"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     own = x[4 * rank : 4 * rank + 4]
     for kwargs in (
         {"density": linear(1.0, 0.2, 4)},
@@ -274,16 +357,16 @@ def pruning(rank: int, world: int) -> None:
         {"granularity": (1, 4), "exclude": ["2.*", "4.*"]},
     ):
         runs = []
-        for kind in ("one", "ddp", "fsdp"):
+        for kind in ("one", "ddp", *meshes):
             model = net()
             pruner = GlobalPruner(model, gamma=linear(0.3, 0.95, 4), **kwargs)
             wrapped: nn.Module = model
             if kind == "ddp":
                 wrapped = nn.parallel.DistributedDataParallel(model)
-            if kind == "fsdp":
+            if kind in meshes:
                 for layer in (model[0], model[2]):
-                    fully_shard(layer, mesh=mesh)
-                wrapped = fully_shard(model, mesh=mesh)
+                    fully_shard(layer, mesh=meshes[kind])
+                wrapped = fully_shard(model, mesh=meshes[kind])
                 pruner.refresh()
             optimiser = torch.optim.Adam(wrapped.parameters(), lr=0.05)
             for _ in range(4):
@@ -328,9 +411,43 @@ def tensor_parallel(rank: int, world: int) -> None:
     close(many.eval()(x).detach(), one.eval()(x).detach())
 
 
+def parallel_and_sharded(rank: int, world: int) -> None:
+    """Tensor parallelism inside FSDP2 prunes as one process does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    if world < 4:
+        return
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), normal(8, 8)
+    own = x.chunk(2)[mesh.get_local_rank("dp")]
+    for kwargs in ({}, {"mode": "ste"}, {"scores": "learned"}, {"granularity": "channel"}):
+        one, many = net(8), net(8)
+        parallelize_module(many, mesh["tp"], {"2": ColwiseParallel(), "4": RowwiseParallel()})
+        pruners = [GlobalPruner(m, 0.4, gamma=linear(0.3, 0.95, 4), **kwargs) for m in (one, many)]
+        for layer in (many[0], many[2], many[4], many):
+            fully_shard(layer, mesh=mesh["dp"])
+        pruners[1].refresh()
+        for model, pruner, data in ((one, pruners[0], x), (many, pruners[1], own)):
+            optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(3):
+                optimiser.zero_grad()
+                model(data).square().mean().backward()
+                optimiser.step()
+                pruner.step()
+        for p, q in zip(many.parameters(), one.parameters(), strict=True):
+            close(p.full_tensor().detach(), q.detach(), rtol=1e-7, atol=1e-9)
+        assert pruners[1].report().kept == pruners[0].kept
+
+
 def everything(rank: int, world: int) -> None:
-    checks = (plain_shards, long_row, edges, disagreement, dtensors, pruning, tensor_parallel)
-    for check in checks:
+    alone = (plain_shards, long_row, edges, disagreement, dtensors, strided)
+    for check in (*alone, pruning, tensor_parallel, parallel_and_sharded):
         check(rank, world)
     with use(reference):  # what other devices run
         for check in (plain_shards, edges):

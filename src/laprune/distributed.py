@@ -30,10 +30,10 @@ from ._arguments import (
     masked,
     number,
 )
-from ._mesh import is_dtensor, like, names, part, whole
+from ._mesh import cut_dims, is_dtensor, like, names, part, whole, without
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .joint import Tensors, flatten, jointly, rebuild
+from .joint import Tensors, flatten, jointly, rebuild, unchecked
 from .op import topk
 from .pieces import topk_pieces
 
@@ -154,10 +154,18 @@ def gated_topk(
     """``values * soft_topk(scores, k, gamma)``, the scores being the values if None."""
     check_gate(values, scores)
     chosen_by = values if scores is None else scores
+    if is_dtensor(values) != is_dtensor(chosen_by):
+        kinds = [type(x).__name__ for x in (values, chosen_by)]
+        raise TypeError(
+            "values and scores must both be DTensors or neither, got {}, {}".format(*kinds)
+        )
     chosen = soft_topk(chosen_by, k, gamma, group=group, dim=dim, mask=mask, mode=mode)
     # What is excluded may be -inf, and 0 * -inf is no gate.
     excluded = chosen_by.detach() == -torch.inf
     if mask is not None:
+        if is_dtensor(chosen_by):
+            x = whole(chosen_by)  # type: ignore[arg-type]
+            mask = like(part(mask, x.device_mesh, x.placements, x.shape), x)
         excluded = excluded | ~mask
     return chosen * torch.where(excluded, torch.zeros_like(values), values)
 
@@ -218,24 +226,17 @@ class _Spread:
         self.rows = moved.reshape(self.shape[:-1].numel(), self.shape[-1]).contiguous()
 
     def _from_dtensor(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        from torch.distributed.tensor import Replicate, Shard
-
         x = whole(scores)  # type: ignore[arg-type]
         if x.shape[self.dim] == 0:
             raise ValueError(f"scores {tuple(x.shape)} have no entries along dim {self.dim}")
         mesh = x.device_mesh
         self.given, self.mesh = x, mesh
-        cut = [d for d, p in enumerate(x.placements) if p.is_shard(self.dim)]
+        cut = cut_dims(x, self.dim)
         self.groups, self.rank = names(mesh, cut), 0
         for d in cut:
             self.rank = self.rank * mesh.size(d) + mesh.get_local_rank(d)
         # Rows are cut as the scores are, but for the dimension that is selected along.
-        self.row_placements = [
-            Shard(p.dim - (p.dim > self.dim))
-            if isinstance(p, Shard) and p.dim != self.dim
-            else Replicate()
-            for p in x.placements
-        ]
+        self.row_placements = [without(p, self.dim) for p in x.placements]
         self.row_shape = torch.Size(n for d, n in enumerate(x.shape) if d != self.dim)
         if mask is not None:
             mask = part(mask, mesh, x.placements, x.shape)
@@ -249,20 +250,19 @@ class _Spread:
     def run(
         self, k: Number, hardness: Number, *, fixed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Between ranks a wrong number is refused after they have compared theirs, by all of them.
-        alone, most = not self.groups, float("inf")
-        name = "temperature" if fixed else "gamma"
-        k = self._number(k, "k", self.shape[-1] if alone else most)
-        hardness = self._number(hardness, name, 1.0 if alone and not fixed else most)
+        alone = not self.groups
+        name, most = ("temperature", float("inf")) if fixed else ("gamma", 1.0)
+        k = self._number(k, "k", self.shape[-1])
+        hardness = self._number(hardness, name, most)
         if alone or not self.rows.shape[0]:
             return topk(self.rows, k, hardness, None, False, fixed)
         return topk_pieces(k, hardness, fixed, self.groups, (self.rank,), self.rows)
 
     def _number(self, x: Number, name: str, largest: float) -> Tensor:
-        if isinstance(x, Tensor) and self.mesh is not None and x.dim() > 0:
-            x = part(x, self.mesh, self.row_placements, self.row_shape)
-        elif is_dtensor(x):
-            x = x.full_tensor()  # type: ignore[union-attr]
+        if isinstance(x, Tensor) and self.mesh is not None:
+            # Rows of other ranks have their share in the gradient even of a single number.
+            x = part(x, self.mesh, self.row_placements, self.row_shape, name)
+        x = unchecked(x) if self.groups else x
         return number(x, name, largest, self.shape[:-1], self.rows)
 
     def restore(self, rows: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._arguments import Mode, check_mode
-from ._mesh import is_dtensor, layout, like, local, part
+from ._mesh import everyone, is_dtensor, layout, like, local, part
 from .backends import Status
 from .backends._contract import OFFSET, TEMPERATURE
 from .backends.exchange import Exchange
@@ -602,9 +602,9 @@ class _Barrier(torch.autograd.Function):
         k, gamma, state, info = ctx.rest
         if [x._version for x in ctx.sources] != ctx.versions:
             raise RuntimeError("a pruned parameter was changed between forward and backward")
-        if ctx.groups:  # ranks see different data, and gradients are averaged over them
-            exchange = Exchange(ctx.groups)
-            grad = exchange.add(grad) / exchange.size
+        # Ranks see different data, and gradients are averaged over all of them, replicas included.
+        exchange = Exchange(everyone(ctx.sources))
+        grad = exchange.add(grad) / exchange.size
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.sources]
             scores = [ctx.budget.scored(x) for x in inputs]
