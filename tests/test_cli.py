@@ -16,6 +16,7 @@ import laprune
 from laprune import cli
 from laprune.commands import UserError, doctor
 from laprune.commands import solve as solving
+from laprune.studies import lab
 
 SCORES = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.5, 0.1, -1.0, 4.0]], dtype=torch.float64)
 
@@ -124,6 +125,10 @@ def test_solve_keeps_the_type_and_takes_a_column(tmp_path: Path) -> None:
         (["solve", "{npy}", "--k", "2", "--gamma", "0.5", "--out", "{npy}"], "would overwrite"),
         (["solve", "{npy}", "--k", "2", "--gamma", "0.5", "--picture", "x.doc"], "must end in one"),
         (["solve", "{empty}", "--k", "2", "--gamma", "0.5"], "holds no scores"),
+        (["solve", ".", "--k", "2", "--gamma", "0.5"], "must end in one of"),
+        (["solve", "{npy}", "--k", "2", "--gamma", "1", "--device", "meta"], "it holds no numbers"),
+        (["reproduce", "hardness_path", "--results", "{npy}/folder"], "Not a directory"),
+        (["demo", "--n", "16", "--out", "{npy}/folder"], "Not a directory"),
         (["demo", "--gamma", "1"], "gamma must lie between 0 and 1"),
         (["report", "--results", "nowhere"], "no results in nowhere"),
         (["reproduce", "nothing"], "unknown: nothing"),
@@ -149,17 +154,26 @@ def test_errors_are_one_line_and_a_code(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("doctor", ""), ("reproduce hardness_path", "; the same command goes on from here")],
+)
 def test_an_interruption_is_not_a_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", stop)
-    code, err = complaint(capsys, monkeypatch, "doctor")
+    monkeypatch.setattr(cli, "_study", stop)
+    code, err = complaint(capsys, monkeypatch, *command.split())
     assert code == cli.INTERRUPTED
-    assert err.startswith("laprune: interrupted")
-    assert err.count("\n") == 1
+    assert err == f"laprune: interrupted{said}\n"
+
+
+def test_a_machine_without_git_measures_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert lab.provenance("cpu")["commit"] is None
 
 
 def test_a_missing_package_is_named(

@@ -85,6 +85,9 @@ def main() -> None:
         if missing == "laprune":
             raise
         code = _complain(f"this needs {missing}: pip install {_PACKAGES.get(missing, missing)}")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        code = _complain(f"{error.filename}: {reason}" if error.filename else reason)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
@@ -92,7 +95,9 @@ def main() -> None:
             raise
         code = _complain(error.format_message())  # type: ignore[attr-defined]
     if code == INTERRUPTED:  # some versions of typer return it
-        print("laprune: interrupted; the same command goes on from here", file=sys.stderr)
+        resumes = sys.argv[1:2] in (["reproduce"], ["bench"])
+        hint = "; the same command goes on from here" if resumes else ""
+        print(f"laprune: interrupted{hint}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -107,7 +112,8 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        if torch.empty(0, device=name).is_meta:
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(
             f"{name} is not available here: {str(error).splitlines()[0]}"
@@ -158,6 +164,7 @@ def demo(
 
     if not 0 < gamma < 1:
         raise typer.BadParameter(f"gamma must lie between 0 and 1, got {gamma:g}")
+    out.mkdir(parents=True, exist_ok=True)  # what cannot be written is not computed first
     if not job.run(n, gamma, _device(device), out):
         raise typer.Exit(1)
 
@@ -310,8 +317,7 @@ def solve(
     from .commands import solve as job
     from .studies.lab import console
 
-    target = out or job.beside(file)
-    job.check(file, target, picture)
+    target = job.check(file, out, picture)
     scores = job.read(file)
     solution, summary = job.run(scores.to(_device(device)), k, gamma)
     summary["out"] = str(target)

@@ -24,11 +24,12 @@ BARS = " ▁▂▃▄▅▆▇█"
 SKETCH_HEIGHT = 8
 
 
-def check(file: Path, out: Path, picture: Path | None) -> None:
-    """Refuse, before anything is done, what could not be written in the end."""
+def check(file: Path, out: Path | None, picture: Path | None) -> Path:
+    """Where the mask goes; refuses, before anything is done, what could not be written."""
     _check_kind(file)
     if not file.is_file():
         raise UserError(f"no such file: {file}")
+    out = out or beside(file)
     _check_kind(out)
     if out.resolve() == file.resolve():
         raise UserError(f"the mask would overwrite the scores in {file}")
@@ -37,6 +38,7 @@ def check(file: Path, out: Path, picture: Path | None) -> None:
     for path in (out, picture):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"no such folder: {path.parent}")
+    return out
 
 
 def read(path: Path) -> Tensor:

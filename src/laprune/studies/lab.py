@@ -225,14 +225,12 @@ def hardware(device: str) -> str:
 
 def _commit() -> str | None:
     """The commit of the source tree; of an installed wheel there is none."""
+    command = ["git", "describe", "--always", "--dirty"]
     here = Path(__file__).parent
-    out = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        out = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
     return out.stdout.strip() or None
 
 
