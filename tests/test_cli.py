@@ -176,26 +176,57 @@ def test_a_machine_without_git_measures_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert lab.provenance("cpu")["commit"] is None
 
 
-def test_a_missing_package_is_named(
+def test_what_cannot_be_drawn_is_not_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = str(tmp_path / "results")
-    monkeypatch.setattr(sys, "argv", ["laprune", "reproduce", "hardness_path", "--results", folder])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("laprune: this needs matplotlib: pip install")
+    for command in ("reproduce hardness_path", "bench scaling --quick"):
+        code, err = complaint(
+            capsys, monkeypatch, *command.split(), "--results", tmp_path / "results"
+        )
+        assert code == 2
+        assert err == "laprune: drawing needs matplotlib: pip install 'laprune[studies]'\n"
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_study_that_cannot_be_imported_is_still_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: str) -> None:
-        raise ModuleNotFoundError("no", name="scipy")
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ModuleNotFoundError("no", name="sklearn.datasets")
 
-    monkeypatch.setattr(cli, "_study", refuse)
-    assert set(json.loads(invoke("reproduce", "--list", "--json").stdout).values()) == {
-        "needs scipy"
-    }
+    monkeypatch.setattr(doctor, "examine", refuse)
+    code, err = complaint(capsys, monkeypatch, "doctor")
+    assert (code, err) == (2, "laprune: this needs sklearn: pip install 'laprune[select]'\n")
+
+
+@pytest.fixture
+def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The studies as they are where the first of two needs a package that is not there."""
+    right = cli._study
+
+    def study(name: str) -> lab.Study:
+        if name != "hardness_path":
+            raise ModuleNotFoundError("no", name="scipy")
+        return right(name)
+
+    monkeypatch.setattr(cli, "_study", study)
+    monkeypatch.setattr(cli, "STUDIES", ("discretised", "hardness_path"))
+    monkeypatch.setattr(cli, "REPORTED", cli.STUDIES)
+
+
+@pytest.mark.usefixtures("no_scipy")
+def test_a_study_that_cannot_be_imported_is_listed_and_left_out(tmp_path: Path) -> None:
+    listed = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert listed["discretised"] == "needs scipy: pip install 'laprune[studies]'"
+    outcome = CliRunner().invoke(cli.app, ["reproduce", "--results", str(tmp_path)])
+    assert outcome.exit_code == 1
+    said = outcome.stdout.replace("\n", " ")
+    assert "discretised left out: needs scipy: pip install 'laprune[studies]'" in said
+    assert (tmp_path / "hardness_path.svg").exists()
+    page = tmp_path / "page.html"
+    invoke("report", "--results", tmp_path, "--out", page)
+    assert "<li><strong>discretised</strong></li>" in page.read_text(encoding="utf-8")
 
 
 def test_everything_the_package_reads_is_packaged() -> None:

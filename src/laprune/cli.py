@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,8 +69,12 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small version, a trial o
 INTERRUPTED = 130
 """The exit code of a command stopped from the keyboard, as shells have it."""
 
-_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
-"""Those that are installed under another name."""
+_EXTRAS = {
+    **dict.fromkeys(("matplotlib", "scipy", "safetensors", "PIL"), "studies"),
+    **dict.fromkeys(("entmax", "diffsort", "numba"), "baselines"),
+    "sklearn": "select",
+}
+"""Which extra brings a package."""
 
 # click's own, wherever typer keeps it.
 _UsageError = typer.BadParameter.__base__
@@ -81,10 +87,9 @@ def main() -> None:
     except UserError as error:
         code = _complain(str(error))
     except ModuleNotFoundError as error:
-        missing = (error.name or "laprune").split(".")[0]
-        if missing == "laprune":
+        if _package(error) == "laprune":
             raise
-        code = _complain(f"this needs {missing}: pip install {_PACKAGES.get(missing, missing)}")
+        code = _complain(f"this {_needs(_package(error))}")
     except OSError as error:
         reason = error.strerror or str(error)
         code = _complain(f"{error.filename}: {reason}" if error.filename else reason)
@@ -106,6 +111,27 @@ def _complain(message: str) -> int:
     if message:
         print(message if "\n" in message else f"laprune: {message}", file=sys.stderr)
     return 2
+
+
+def _package(error: ModuleNotFoundError) -> str:
+    return (error.name or "laprune").split(".")[0]
+
+
+def _needs(package: str) -> str:
+    """Which package is missing, and how to get it.
+
+    >>> _needs("scipy"), _needs("stg")
+    ("needs scipy: pip install 'laprune[studies]'", 'needs stg: pip install stg')
+    """
+    extra = f"'laprune[{_EXTRAS[package]}]'" if package in _EXTRAS else package
+    return f"needs {package}: pip install {extra}"
+
+
+def _require(*packages: str) -> None:
+    """Refuse to measure what could not be drawn in the end."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"drawing {_needs(name)}")
 
 
 def _device(name: str) -> str:
@@ -130,14 +156,16 @@ def _study(module: str) -> Study:
     return importlib.import_module(f".studies.{module}", __package__).STUDY
 
 
-def _abouts(names: tuple[str, ...]) -> dict[str, str]:
-    """What each study is about, or which package is missing to say."""
+def _abouts(
+    names: tuple[str, ...], otherwise: Callable[[str], str] = lambda _: ""
+) -> dict[str, str]:
+    """What each study is about, or what to say where a package is missing."""
     abouts = {}
     for name in names:
         try:
             abouts[name] = _study(name).about
         except ModuleNotFoundError as error:
-            abouts[name] = f"needs {error.name}"
+            abouts[name] = otherwise(_package(error))
     return abouts
 
 
@@ -187,6 +215,7 @@ def bench_scaling(device: Device = "auto", results: Kept = None, quick: Quick = 
     from .studies import scaling as study
     from .studies.lab import Options, console, run
 
+    _require("matplotlib")
     options, results = Options(device=_device(device), quick=quick), _kept(results, quick)
     records = run(study.STUDY, options, results)
     console.print("written:", *map(str, study.draw(records, results)))
@@ -250,7 +279,7 @@ def reproduce(
     from .studies.lab import MissingData, Options, Unfinished, console, run
 
     if list_:
-        abouts = _abouts(STUDIES)
+        abouts = _abouts(STUDIES, _needs)
         if json_:
             print(json.dumps(abouts))
         else:
@@ -260,6 +289,7 @@ def reproduce(
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
+    _require("matplotlib", "scipy")
     options = Options(
         device=device if stored and device != "auto" else _device(device),
         seeds=seeds,
@@ -274,9 +304,13 @@ def reproduce(
     results = _kept(results, quick)
     left_out = False
     for name in names or STUDIES:
-        study = _study(name)
         try:
+            study = _study(name)
             records = (lab.stored if stored else run)(study, options, results)
+        except ModuleNotFoundError as error:
+            left_out = True
+            console.print(f"{name} left out: {_needs(_package(error))}", markup=False)
+            continue
         except MissingData as error:
             left_out = True
             console.print(f"{name} left out: {error}")
