@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import laprune
 from laprune import cli, theory
 from laprune.baselines.lapsum import lapsum_sort
-from laprune.studies import budget_drift, discretised, solver_diagnostic, worst_case_floor
+from laprune.studies import (
+    bench_operator,
+    budget_drift,
+    discretised,
+    lab,
+    solver_diagnostic,
+    worst_case_floor,
+)
 from laprune.studies.lab import Options, Record, Study, load, run, stored
 from laprune.studies.tables import Row, Spread, seeds, spread, write
 
@@ -114,6 +124,38 @@ def test_one_drawing_is_of_one_kind(tmp_path: Path) -> None:
     for settings in ([{"n": 1}], [{"n": 1, "hardware": "h"}]):
         both = run(dataclasses.replace(_made_up(settings), name="both"), Options(), tmp_path)
     assert _seen(both) == [{"n": 1}, {"n": 1, "hardware": "h"}]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A terminal of 80 columns, whose text is kept."""
+    console = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    monkeypatch.setattr(lab, "console", console)
+    return console
+
+
+def test_progress_fits_a_narrow_terminal(narrow: Console) -> None:
+    progress = lab._progress()
+    progress.add_task("a study: " + "setting=1 " * 30, total=40, completed=7)
+    narrow.print(progress.get_renderable())
+    (line,) = narrow.file.getvalue().splitlines()
+    assert re.search(r"━╸ +7/40 0:00:00 -:--:-- a study: setting=1", line)
+    assert len(line.rstrip()) <= 80
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_times_fit_a_narrow_terminal(device: str, narrow: Console) -> None:
+    records = [
+        r for r in load(RESULTS / "bench_operator.jsonl") if r["setting"]["device"] == device
+    ]
+    narrow.print(bench_operator.table(records))
+    text = narrow.file.getvalue()
+    assert "…" not in text
+    for record in (r for r in records if r["setting"]["peers"]):
+        (line,) = (x for x in text.splitlines() if bench_operator._shape(record["setting"]) in x)
+        ms = record["result"]["ms"]
+        last = next(ms[name] for name in reversed(bench_operator.CONTENDERS) if name in ms)
+        assert line.rstrip().endswith(f" {bench_operator._digits(last)}")
 
 
 @pytest.mark.parametrize("name", DIAGNOSTICS)

@@ -12,12 +12,12 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
@@ -149,7 +149,7 @@ def _contenders(
     ours = both(lambda x: laprune.soft_topk(x, k, gamma))
     calls: dict[str, Contender] = {
         "laprune": ours,
-        "laprune, forward": (lambda: laprune.soft_topk(r.detach(), k, gamma), None),
+        FORWARD: (lambda: laprune.soft_topk(r.detach(), k, gamma), None),
         "torch.topk, forward": (lambda: torch.topk(r.detach(), k), None),
     }
     if peers:
@@ -184,10 +184,11 @@ print(json.dumps(peak() - before))
     return int(json.loads(out.stdout))
 
 
+FORWARD = "laprune, forward"
 CONTENDERS = {
     "laprune": "LaPrune",
     "laprune, graph": "from a CUDA graph",
-    "laprune, forward": "forward",
+    FORWARD: "forward",
     "torch.topk, forward": "torch.topk, forward",
     "torch.topk, forward, graph": "from a CUDA graph",
     "torch.sort, forward": "torch.sort, forward",
@@ -214,10 +215,10 @@ def _device_ms(record: Record) -> float:
     return ms.get("laprune, graph", ms["laprune"])
 
 
-def _beside_peers(records: list[Record]) -> Cells:
+def _beside_peers(records: list[Record], among: Iterable[str] = CONTENDERS) -> Cells:
     """Milliseconds, one line per shape."""
     chosen = [r for r in records if r["setting"]["peers"]]
-    names = [x for x in CONTENDERS if any(x in r["result"]["ms"] for r in chosen)]
+    names = [x for x in among if any(x in r["result"]["ms"] for r in chosen)]
     head = ["rows x n", "k", *(CONTENDERS[x] for x in names), "GB/s", "of copy", "passes"]
     lines = []
     for record in chosen:
@@ -265,17 +266,18 @@ TITLES = (
 )
 
 
-def table(records: list[Record]) -> Group:
-    """What :func:`draw` writes, for a terminal."""
-    views = []
-    for title, (head, lines) in zip(
-        TITLES, (_beside_peers(records), _other_scores(records)), strict=True
-    ):
-        view = Table(*head, title=title)
-        for line in lines:
-            view.add_row(*line)
-        views.append(view)
-    return Group(*views)
+def table(records: list[Record]) -> Table:
+    """The times that :func:`draw` writes first, narrow enough for a terminal."""
+    among = [name for name in CONTENDERS if "sort, forward" not in name and name != FORWARD]
+    head, lines = _beside_peers(records, among)
+    title = "Milliseconds, forward + backward unless said otherwise; the file has more"
+    view = Table(title=title, box=SIMPLE_HEAD)
+    view.add_column(head[0], no_wrap=True)
+    for name in head[2:-3]:
+        view.add_column(name, justify="right", width=max(6, *map(len, name.split())))
+    for line in lines:
+        view.add_row(line[0], *line[2:-3])
+    return view
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 Setting = dict[str, Any]
 Record = dict[str, Any]
@@ -248,12 +249,15 @@ def _brief(setting: Setting) -> str:
 
 
 def _progress() -> Progress:
+    # What is being measured comes last: on a narrow terminal it is cut, and nothing else.
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=rest),
         console=console,
+        expand=True,
         speed_estimate_period=3600,  # seconds; a single setting may take minutes
     )
