@@ -120,6 +120,14 @@ def test_mean_field(name: str) -> None:
         assert given == pytest.approx(exact[:4], abs=1e-9), point
 
 
+def test_no_fraction_is_negative() -> None:
+    points = [(a, gamma, eps) for a in (0.1, 0.5) for gamma in (0.05, 0.3) for eps in (0.001, 0.05)]
+    for name in POPULATIONS:
+        for answer in call([["meanField", name, *point] for point in points]):
+            assert min(answer["zero"], answer["one"]) >= 0
+            assert max(answer["zero"], answer["one"]) <= 1
+
+
 def test_calculator_and_floor() -> None:
     floors = call([["floor", *point] for point in POINTS])
     assert floors == pytest.approx([theory.sparsity_floor(*p) for p in POINTS], abs=1e-12)

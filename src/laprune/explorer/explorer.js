@@ -18,17 +18,21 @@
     return node;
   }
 
-  // A labelled slider: `show` writes its value, `from` makes the value of its position.
+  // A labelled slider: `show` writes its value, `from` makes the value of its position. A value that
+  // is `put` there, between its positions or beyond them, holds until it is moved.
   function slider(parent, label, range, show, from = (x) => x) {
     const box = element(parent, "label");
     const caption = element(box, "span");
     element(caption, "span", {}, label);
     const output = element(caption, "output");
     const input = element(box, "input", { type: "range", "aria-label": label, ...range });
+    let held = null;
+    input.addEventListener("input", () => { held = null; });
+    const value = () => held ?? from(Number(input.value));
     return {
-      input,
-      value: () => from(Number(input.value)),
-      refresh() { output.textContent = show(from(Number(input.value))); },
+      value,
+      put(x, position) { input.value = position; held = x; },
+      refresh() { output.textContent = show(value()); },
     };
   }
 
@@ -154,10 +158,8 @@
     controls.addEventListener("input", soon);
     again.addEventListener("click", () => { seed += 1; soon(); });
     match.addEventListener("click", () => {
-      if (temperature > 0 && Number.isFinite(temperature)) {
-        heat.input.step = "any";
-        heat.input.value = Math.log10(temperature);
-      }
+      if (temperature > 0 && Number.isFinite(temperature))
+        heat.put(temperature, Math.log10(temperature));
       soon();
     });
     update();

@@ -314,7 +314,9 @@
     const logHardness = (tau) => moments(distribution, barrier(tau), Math.exp(tau)).logHardness;
     const fractions = (tau, eps) => {
       const b = barrier(tau), reach = Math.exp(tau) * Math.log(2 * eps);
-      return { zero: below(distribution, b + reach), one: 1 - below(distribution, b - reach) };
+      // A mass of 1 may come out a rounding above it.
+      const share = (x) => Math.min(below(distribution, x), 1);
+      return { zero: share(b + reach), one: 1 - share(b - reach) };
     };
     const solve = (gamma) => {
       const target = Math.log(gamma) - Math.log1p(-gamma);
