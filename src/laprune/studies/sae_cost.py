@@ -144,13 +144,23 @@ def _title(setting: Setting) -> str:
     return f"{sizes}, {setting['matmul']}"
 
 
+def _commits(records: list[Record]) -> str:
+    """Which sizes were measured at which commit."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        found.setdefault(str(record["where"]["commit"]), []).append(f"m = {record['setting']['m']}")
+    return "; ".join(f"{', '.join(dict.fromkeys(sizes))} at {x}" for x, sizes in found.items())
+
+
 def draw(records: list[Record], folder: Path) -> list[Path]:
     where = records[0]["where"]
     parts = [
         "# What the mask costs in a training step",
         f"Milliseconds, medians, {where['hardware']}, torch {where['versions']['torch']}; a step "
-        "is forward, backward, Adam and renormalisation. `share`: the mask alone, forward and "
-        f"backward, over the step it is part of; gamma = {GAMMA}.",
+        "is forward, backward, Adam and renormalisation, on one batch of Gaussian activations. On "
+        "a GPU all is replayed from CUDA graphs. `share`: the mask alone, forward and backward, "
+        f"over the step it is part of; gamma = {GAMMA}. Measured with the kernels of: "
+        f"{_commits(records)}.",
     ]
     for record in records:
         result = record["result"]

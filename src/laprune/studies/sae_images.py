@@ -36,7 +36,7 @@ from .sae_training import (
     orders,
     train,
 )
-from .style import figure, save
+from .style import figure, log_scale, save
 from .tables import Floats, Spread, markdown, plot, pm, seeds, select, spread, stack
 
 SEEDS, SWEEP_SEEDS = 8, 3
@@ -287,7 +287,8 @@ def _sweeps(records: list[Record], folder: Path) -> list[Path]:
         axis.set_xlabel(f"{name} at {fixed} = {at[fixed]}")
         axis.set_ylabel("FVU" if key == "fvu" else "probe accuracy, %")
         if key == "fvu":
-            axis.set_yscale("log")
+            log_scale(axis)
+    fig.suptitle(NAMES[records[0]["setting"]["backbone"]], fontsize=9)
     fig.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
     )
@@ -301,10 +302,25 @@ NAMES = {
 }
 
 
-def _caveat(network: str) -> str:
+def _caveat(network: str, main: list[Record]) -> str:
     if network == "resnet18":
         return ""
-    return "The paper's numbers are of ResNet-18: only the order of methods can be compared. "
+    orders = [_order(main, "fvu", "FVU"), _order(main, "probe", "the probe")]
+    return (
+        "The paper's numbers are of ResNet-18: only the order of methods can be compared. "
+        f"{' '.join(orders)} "
+    )
+
+
+def _order(main: list[Record], key: str, name: str) -> str:
+    """The order of the paper's methods here and there, the best first."""
+    sign = 1 if key == "fvu" else -1
+    theirs = sorted(PAPER, key=lambda m: sign * getattr(PAPER[m], key).mean)
+    ours = sorted(PAPER, key=lambda m: sign * spread(_values(main, m, key)).mean)
+    if ours == theirs:
+        return f"By {name} it is the paper's."
+    here, there = ("; ".join(LABELS[m] for m in some) for some in (ours, theirs))
+    return f"By {name} it differs. Here: {here}. In the paper: {there}."
 
 
 def _report(records: list[Record], folder: Path) -> Path:
@@ -314,7 +330,7 @@ def _report(records: list[Record], folder: Path) -> Path:
     count = len(_values(main, FIXED, "fvu"))
     parts = [
         "# Sparse autoencoders on image activations",
-        f"Activations: {NAMES[network]}, standardised. {_caveat(network)}"
+        f"Activations: {NAMES[network]}, standardised. {_caveat(network, main)}"
         f"Mean ± sample standard deviation over {count} seeds; evaluation is hard top-k; "
         f"{where['hardware']}, torch {where['versions']['torch']}, matrix products in "
         f"{_usual(records)}.",
@@ -334,7 +350,7 @@ def _report(records: list[Record], folder: Path) -> Path:
         "## TF32 against float32",
         _precision(records),
         "## Sweeps",
-        *(_sweep_table(records, name, key) for name in ("k", "m") for key in ("fvu", "probe")),
+        *(_sweep_table(records, name, key) for name in ("k", "m") for key in SWEEPS),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "sae_images.md"
@@ -402,12 +418,20 @@ def _precision(records: list[Record]) -> str:
     return markdown(("method", *header), rows)
 
 
+SWEEPS = {
+    "fvu": ("FVU", 1, ".4f"),
+    "probe": ("probe %", 100, ".2f"),
+    "dead": ("dead %", 100, ".1f"),
+}
+"""What the tables of the sweeps show: title, factor and form."""
+
+
 def _sweep_table(records: list[Record], name: str, key: str) -> str:
     size = SIZES["quick" if records[0]["setting"]["backbone"] == "synthetic" else "full"]
     fixed = "m" if name == "k" else "k"
     usual = select(records, matmul=_usual(records), **{fixed: getattr(size, fixed)})
     wanted = getattr(size, f"sweep_{name}")
-    scale, form = (1, ".4f") if key == "fvu" else (100, ".2f")
+    title, scale, form = SWEEPS[key]
     few = min(len(_values(select(usual, **{name: x}), FIXED, key)) for x in wanted)
     rows = [
         [
@@ -419,7 +443,6 @@ def _sweep_table(records: list[Record], name: str, key: str) -> str:
         ]
         for method in SWEPT
     ]
-    title = "FVU" if key == "fvu" else "probe %"
     return markdown((f"{title} at {name} =", *map(str, wanted)), rows)
 
 

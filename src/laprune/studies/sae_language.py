@@ -21,7 +21,7 @@ from laprune.sae import SparseAutoencoder, evaluate
 from .lab import MissingData, Options, Record, Setting, Study
 from .llama import START, Config, Llama
 from .sae_training import Method, Recipe, matmul, train
-from .style import figure, save
+from .style import figure, log_scale, save
 from .tables import Floats, markdown, plot, pm, seeds, select, spread, stack
 
 SEEDS = 3
@@ -233,7 +233,7 @@ def _figure(records: list[Record], folder: Path) -> list[Path]:
         axis.set_xticks(ks, [str(k) for k in ks])
         axis.set(xlabel="k", ylabel=label)
         if key != "dead":
-            axis.set_yscale("log")
+            log_scale(axis)
     fig.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
     )

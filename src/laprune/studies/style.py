@@ -46,6 +46,16 @@ def figure(
     return fig, axes[:panels]
 
 
+def log_scale(axis: Axes) -> None:
+    """A logarithmic vertical axis whose numbers are written out."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def save(fig: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``name.svg`` and ``name.png`` and close the figure."""
     import matplotlib.pyplot as plt
