@@ -389,6 +389,15 @@ def pruning(rank: int, world: int) -> None:
                     close(whole, wanted[name])
         with pytest.raises(RuntimeError, match="unsharded copy"):
             others[1][2].finalize()
+    late = fully_shard(net(), mesh=meshes["fsdp"])
+    with pytest.raises(RuntimeError, match="build the pruner first"):
+        GlobalPruner(late, 0.5)
+    for density, gamma in ((0.0, 0.5), (1.0, 0.5), (0.3, 1.0)):
+        model = net()
+        GlobalPruner(model, density, gamma=gamma, scores="learned")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):  # the second forward waits for what the first has left undone
+            wrapped(own).square().mean().backward()
 
 
 def tensor_parallel(rank: int, world: int) -> None:

@@ -256,6 +256,8 @@ def test_named_tuples_come_back_as_such() -> None:
     assert (found.a.sum() + found.b.sum()).item() == pytest.approx(2)
 
 
+# Raised inside torch, when it loads formulas of its own.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_transforms_that_are_missing_are_refused() -> None:
     a, b = normal(2, 3), normal(2, 4, seed=1)
     with pytest.raises(NotImplementedError, match="neither vmap nor forward mode"):

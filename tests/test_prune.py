@@ -10,6 +10,7 @@ from conftest import normal
 from torch import Tensor, nn
 
 import laprune
+from laprune import prune
 from laprune.prune import GlobalPruner
 from laprune.schedules import linear
 
@@ -225,6 +226,20 @@ def test_tied_weights_count_once_and_stay_tied(scores: str) -> None:
     assert int(model.head.weight.ne(0).sum()) == 12
 
 
+@pytest.mark.parametrize("include", ["embed.*", "head.*"])
+def test_tied_weights_are_pruned_in_all_their_uses(include: str) -> None:
+    model, x = Tied(), torch.arange(6)
+    pruner = GlobalPruner(model, 0.5, include=include)
+    assert list(pruner.masks()) == ["embed.weight"]
+    for weight in (model.eval().embed.weight, model.head.weight):
+        assert int(weight.ne(0).sum()) == 12
+    wanted = model(x)
+    pruner.finalize()
+    torch.testing.assert_close(model(x), wanted)
+    with pytest.raises(ValueError, match="nothing passed the filters"):
+        GlobalPruner(Tied(), 0.5, exclude=include)
+
+
 def test_finalize_leaves_a_plain_model() -> None:
     model = net()
     keys, kinds = list(model.state_dict()), [type(m) for m in model]
@@ -282,6 +297,39 @@ def test_compiled_models_train_alike() -> None:
     torch.testing.assert_close(fast.eval()(X), plain.eval()(X))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers_called_by_themselves_follow_their_weights() -> None:
+    model = net()
+    pruner = GlobalPruner(model, 0.3, gamma=0.7)
+    layer = torch.compile(model[0], backend="aot_eager")
+    for training in (True, False, True):
+        model.train(training)
+        torch.testing.assert_close(layer(X), model[0](X))
+        model(X)
+        with torch.no_grad():
+            model[0].parametrizations.weight.original[0].mul_(3)
+        torch.testing.assert_close(layer(X), model[0](X))
+    pruner.step()
+    layer(X).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_graphs_are_kept() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counted = CompileCounter()
+    model = net()
+    pruner = GlobalPruner(model, 0.3, gamma=linear(0.5, 1.0, steps=8))
+    model[0].forward = torch.compile(model[0].forward, backend=counted, fullgraph=True)
+    for _ in range(10):
+        model.train()(X).sum().backward()
+        model.eval()(X)
+        pruner.step()
+    assert counted.frame_count <= 3
+
+
 def test_float32_masks_hold_the_budget() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
@@ -319,6 +367,21 @@ def test_filters_choose() -> None:
     train(model, pruner, 2)
     pruner.finalize()
     assert int(model[2].weight.ne(0).sum() + model[0].bias.ne(0).sum()) == 40
+    with pytest.raises(ValueError, match="leave them out with pairs"):
+        GlobalPruner([(model[0], "weight")], 0.5, exclude="*.bias")
+
+
+def test_pairs_are_solved_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin, solved = net(), net(), []
+    pairs = [(layer, "weight") for layer in (model[0], model[2])]
+    pruners = [GlobalPruner(x, 0.3, gamma=0.7) for x in (pairs, twin)]
+    solve = prune.solve_pieces
+    monkeypatch.setattr(prune, "solve_pieces", lambda *args: solved.append(1) or solve(*args))
+    train(model, pruners[0], 3)
+    assert len(solved) == 3
+    train(twin, pruners[1], 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +406,58 @@ def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -
     with pytest.raises(ValueError, match=message):
         GlobalPruner(model, **arguments)
     assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    ("model", "density", "message"),
+    [
+        (
+            net(),
+            torch.tensor(0.5),
+            "density must be a number or a function of the step, got Tensor",
+        ),
+        (net().parameters(), 0.5, r"a module or \(module, name\) pairs, got a Parameter"),
+        ([net()], 0.5, r"a module or \(module, name\) pairs, got a Sequential"),
+        (nn.Linear(3, 3, dtype=torch.complex64), 0.5, "weight must be a float64.*complex64"),
+    ],
+)
+def test_wrong_types_are_refused(model: object, density: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GlobalPruner(model, density)
+
+
+@pytest.mark.parametrize("kwargs", [{"density": 0.3}, {"granularity": (2, 4)}], ids=str)
+def test_weights_without_a_number_choose_nothing_and_lose_nothing(kwargs) -> None:
+    model = net()
+    pruner = GlobalPruner(model, **kwargs)
+    with torch.no_grad():
+        originals(model)[1][0, 0] = torch.nan
+    before = [p.detach().clone() for p in model.parameters()]
+    for method in (pruner.report, pruner.finalize):
+        with pytest.raises(ValueError, match=r"NaN or infinite choose nothing: those of 2.weight"):
+            method()
+    for p, q in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), q, equal_nan=True)
+    with torch.no_grad():
+        originals(model)[1][0, 0] = 1.0
+    pruner.finalize()
+    assert count(model) == pruner.kept
+
+
+@pytest.mark.filterwarnings("ignore:laprune")
+@pytest.mark.parametrize(("density", "gamma"), [(0.0, 0.5), (1.0, 0.5), (0.3, 1.0)])
+@pytest.mark.parametrize("granularity", ["weight", "channel"])
+def test_learned_scores_always_have_a_gradient(
+    granularity: str, density: float, gamma: float
+) -> None:
+    model = net()
+    GlobalPruner(model, density, gamma=gamma, scores="learned", granularity=granularity)
+    scores = [p for name, p in model.named_parameters() if name.endswith("scores")]
+    with torch.no_grad():
+        scores[0].view(-1)[0] = -torch.inf
+    model(X).square().sum().backward()
+    for p in scores:
+        torch.testing.assert_close(p.grad, torch.zeros_like(p))
 
 
 def test_a_parameter_is_pruned_once() -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ._arguments import Mode, check_mode
+from ._arguments import Mode, check_floating, check_mode
 from ._mesh import everyone, is_dtensor, layout, like, local, part
 from .backends import Status
 from .backends._contract import OFFSET, TEMPERATURE
@@ -78,7 +78,7 @@ class GlobalPruner:
     scores.
 
     Args:
-        model: a module, or (module, parameter name) pairs.
+        model: a module, or (module, parameter name) pairs, which name all uses of a tied parameter.
         density: the part that is kept; a number or a schedule, a function of the step. None with
             (n, m), which says it already.
         granularity: ``"weight"``; ``"channel"``: slices of the first dimension stay or go; (n, m):
@@ -87,13 +87,19 @@ class GlobalPruner:
         scores: ``"magnitude"``: the size of the weights (the root mean square of channels), or
             ``"learned"``: parameters of their own, which start there.
         include, exclude: which parameters: a pattern or patterns for names (``"encoder.*"``), or a
-            function of name and parameter. All with two dimensions or more unless told.
+            function of name and parameter. All with two dimensions or more unless told. A tied
+            parameter is pruned in all its uses: if one of its names passes and none is excluded.
         mode: ``"soft"``, or ``"ste"`` for hard masks forward and soft gradients while training:
             the safer choice with batch normalisation, which undoes soft masks of a whole layer.
 
     Call :meth:`step` after each step of the optimiser and :meth:`finalize` in the end. Data
     parallelism needs nothing more; for FSDP2 build the pruner first, then ``fully_shard``, then
-    call :meth:`refresh`. Only sums travel between ranks, and all must call each method.
+    call :meth:`refresh`. All ranks must call each method. Between them travel sums and a sample of
+    the scores, and hard masks as a whole: for ``"ste"``, evaluation, :meth:`masks` and
+    :meth:`report`.
+
+    Models and their layers may be compiled. Masks are solved outside of the graph: ``fullgraph`` is
+    for layers that are only called by a model which is not compiled itself.
     """
 
     def __init__(
@@ -118,13 +124,16 @@ class GlobalPruner:
         sites = _sites(model, include, exclude)
         if not sites:
             raise ValueError("no parameter to prune: nothing passed the filters")
+        modules = [model] if isinstance(model, nn.Module) else [module for _, module, _ in sites]
+        self._roots = list(dict.fromkeys(modules))
+        if any(is_dtensor(getattr(module, name)) for _, module, name in sites):
+            _check_unsharded(x for root in self._roots for x in root.modules())
         self._budget = _Budget(granularity, scores == "learned", mode == "ste")
         self._sites = sites
         self._orders = {module: list(module._parameters) for _, module, _ in sites}
         self._budget.attach(sites)
-        modules = [model] if isinstance(model, nn.Module) else [module for _, module, _ in sites]
-        self._roots = list(dict.fromkeys(modules))
         self._hooks = [x.register_forward_pre_hook(self._budget.before) for x in self._roots]
+        self._hooks += [x.register_forward_hook(self._budget.after) for x in self._roots]
         self.last_step = 0
         self._apply()
 
@@ -163,6 +172,7 @@ class GlobalPruner:
         """Density by parameter, mass, and how binary the soft masks are."""
         budget, layers = self._alive(), {}
         soft, hard = budget.units(soft=True), budget.units(soft=False)
+        self._check_finite(hard)
         for name, p, kept in zip(self._names(), soft, hard, strict=True):
             n, ones = p.numel(), int(kept.sum())
             some = max(n, 1)
@@ -174,15 +184,20 @@ class GlobalPruner:
         return Report(n, ones, ones / n, mass, near, self.gamma, self.last_step, layers)
 
     def finalize(self) -> None:
-        """Burn the hard masks in and give the model its plain parameters back."""
+        """Burn the hard masks in and give the model its plain parameters back.
+
+        Scores that are NaN choose nothing: then it raises, and the model stays as it is.
+        """
         budget = self._alive()
         if any(is_dtensor(x) for x in budget.originals()):
             raise RuntimeError(
                 "finalize() works on whole parameters: load the state dict into an unsharded copy "
                 "with a pruner of its own, and finalize that"
             )
+        masks = budget.units(soft=False)
+        self._check_finite(masks)
         with torch.no_grad():
-            for weight, mask in zip(budget.originals(), budget.units(soft=False), strict=True):
+            for weight, mask in zip(budget.originals(), masks, strict=True):
                 weight.mul_(_over(mask, weight).to(weight.dtype))
         for hook in self._hooks:
             hook.remove()
@@ -216,6 +231,15 @@ class GlobalPruner:
         if not self._hooks:
             raise RuntimeError("this pruner has been finalized")
         return self._budget
+
+    def _check_finite(self, masks: list[Tensor]) -> None:
+        """Refuse masks of nothing, naming the scores at fault."""
+        if not any(bool(mask.isnan().any()) for mask in masks):
+            return
+        pairs = zip(self._names(), self._budget.sources, strict=True)
+        found = [name for name, x in pairs if not bool(torch.isfinite(local(x.detach())).all())]
+        where = ", ".join(found) or "a shard on another rank"
+        raise ValueError(f"scores that are NaN or infinite choose nothing: those of {where}")
 
     def _names(self) -> list[str]:
         """The first name of every parameter."""
@@ -255,8 +279,11 @@ def _density(density: float | Schedule | None, granularity: Granularity) -> Sche
 
 
 def _scheduled(x: float | Schedule, name: str) -> Schedule:
+    if callable(x):
+        return x
     if not isinstance(x, Real):
-        return x  # type: ignore[return-value]
+        kind = type(x).__name__
+        raise TypeError(f"{name} must be a number or a function of the step, got {kind}")
     _check_part(float(x), name)
     return constant(float(x))
 
@@ -266,18 +293,43 @@ def _sites(
 ) -> list[tuple[str, nn.Module, str]]:
     """(full name, module, name) of all parameters that pass the filters."""
     if not isinstance(model, nn.Module):
-        sites = [(f"{i}.{name}", module, name) for i, (module, name) in enumerate(model)]
-        if len({(id(module), name) for _, module, name in sites}) < len(sites):
-            raise ValueError("a parameter is listed twice")
-        return sites
-    found = []
+        if include is not None or exclude is not None:
+            raise ValueError("include and exclude choose from a module: leave them out with pairs")
+        return _listed(model)
+    found: list[tuple[str, nn.Module, str]] = []
+    wanted, unwanted = set(), set()
     for prefix, module in model.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{prefix}.{name}" if prefix else name
-            wanted = weight.dim() > 1 if include is None else _passes(include, full, weight)
-            if wanted and not (exclude is not None and _passes(exclude, full, weight)):
-                found.append((full, module, name))
-    return found
+            found.append((full, module, name))
+            if weight.dim() > 1 if include is None else _passes(include, full, weight):
+                wanted.add(id(weight))
+            if exclude is not None and _passes(exclude, full, weight):
+                unwanted.add(id(weight))
+    chosen = wanted - unwanted
+    return [site for site in found if id(getattr(*site[1:])) in chosen]
+
+
+def _listed(pairs: Iterable[Site]) -> list[tuple[str, nn.Module, str]]:
+    sites = []
+    for i, pair in enumerate(pairs):
+        match pair:
+            case (nn.Module() as module, str() as name):
+                sites.append((f"{i}.{name}", module, name))
+            case _:
+                kind = type(pair).__name__
+                raise TypeError(f"model must be a module or (module, name) pairs, got a {kind}")
+    if len({(id(module), name) for _, module, name in sites}) < len(sites):
+        raise ValueError("a parameter is listed twice")
+    return sites
+
+
+def _check_unsharded(modules: Iterable[nn.Module]) -> None:
+    """FSDP2 swaps the parameters that it found, and would not find those of a parametrization."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in modules):
+        raise RuntimeError("build the pruner first, then fully_shard the model, then refresh()")
 
 
 def _passes(rule: Filter, name: str, weight: Tensor) -> bool:
@@ -318,6 +370,9 @@ class _Budget:
         self.kept, self.gamma = 0, torch.tensor(0.0, dtype=torch.float64, device="cpu")
         self.uncertain = True  # whether the training masks are soft at all
         self.training = True
+        # Whether a module that sees to the masks is being called, and which ones it found.
+        self.soft_inside, self.hard_inside = False, False
+        self.served: set[nn.Module] = set()
         self._forget()
 
     def _forget(self) -> None:
@@ -336,6 +391,7 @@ class _Budget:
             weight = getattr(module, own)
             if not isinstance(weight, nn.Parameter) or parametrize.is_parametrized(module, own):
                 raise ValueError(f"{name} must be a plain parameter")
+            check_floating(weight, name)
             i = positions.setdefault(id(weight), len(positions))
             if i == len(scores):
                 start = self.score(weight.detach(), name).clone()
@@ -398,12 +454,23 @@ class _Budget:
     @torch.compiler.disable
     def before(self, module: nn.Module, _: object) -> None:
         """In front of a forward of the whole: solve anew while training, and in evaluation if
-        anything changed. Not every optimiser leaves a trace on the parameters it changes."""
-        if module.training or self.training:
+        anything changed. Not every optimiser leaves a trace on the parameters it changes.
+
+        Where several modules call this, a forward ends when one of them comes again.
+        """
+        if (module.training or self.training) and (module in self.served or not self.served):
             self._forget()
+            self.served = set()
+        self.served.add(module)
         self.training = module.training
         self.renew(module.training)
+        self.soft_inside, self.hard_inside = self.state is not None, self.hard is not None
 
+    @torch.compiler.disable
+    def after(self, *_: object) -> None:
+        self.soft_inside, self.hard_inside = False, False
+
+    @torch.compiler.disable
     def renew(self, training: bool) -> None:
         """See to the masks that training or evaluation needs."""
         if isinstance(self.granularity, tuple):
@@ -431,7 +498,9 @@ class _Budget:
         return (*((x._version, x.dtype) for x in self.sources), torch.is_grad_enabled())
 
     def _stale(self, index: int, soft: bool) -> bool:
-        """Whether a layer that is called by itself finds no masks for its parameter as it is."""
+        """Whether a layer finds no masks for its parameter as it is."""
+        if torch.compiler.is_compiling():  # a graph that looked at more would be compiled anew
+            return not (self.soft_inside if soft else self.hard_inside)
         if self.seen is None or (self.state is None if soft else self.hard is None):
             return True
         source = self.sources[index]
@@ -467,13 +536,14 @@ class _Budget:
                 mask = self._groups(score.detach(), soft=False) + (mask - mask.detach())
             return mask
         soft = training and self.uncertain
-        if not torch.compiler.is_compiling() and self._stale(index, soft):
+        if self._stale(index, soft):
             self.renew(training)
         if not soft:
             mask = self._hard(index, weight)
+            if self.learned and training:  # data parallelism waits for every gradient, even of zero
+                mask = mask + 0.0 * _over(source, weight).nan_to_num()
         else:
-            assert self.state is not None
-            mask = _soft_mask(self.scored(source), self.state, self.points)
+            mask = _soft_mask(self.scored(source), cast(Tensor, self.state), self.points)
             if self.granularity == "channel":
                 mask = mask.reshape(-1, *[1] * (weight.dim() - 1))
             if self.ste:
