@@ -78,7 +78,8 @@ def soft_topk(
     Args:
         scores: a DTensor of any placement, or this rank's shard: all shards alike but in ``dim``,
             where they may be of any length, or none.
-        k, gamma: of the whole row, the same on all ranks; otherwise every rank raises.
+        k, gamma: of the whole row, the same on all ranks. Those that share rows compare them, and
+            all raise where they differ; those that hold whole rows, or copies, do not.
         group: the ranks of plain shards, in the order of the entries; the default group if None.
         dim, mask, mode: as there; the mask of plain shards is that of the shard.
     """
