@@ -15,6 +15,7 @@ import laprune
 from laprune import baselines
 from laprune.studies import lab, scaling
 
+pytestmark = pytest.mark.filterwarnings("ignore:JAXopt is no longer maintained:DeprecationWarning")
 SETTING = {"operator": "laprune", "rows": 1, "n": 4096, "k": 256, "device": "cpu", "hardware": "x"}
 
 

@@ -38,7 +38,7 @@ class _BoxSection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, k: float) -> Tensor:
         jax = import_optional("jax", "box_section")
-        wide = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+        wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
         with wide(rows.dtype == torch.float64):
             array = _projector()(jax.numpy.asarray(rows.detach().cpu().numpy()), float(k))
             mask = torch.from_numpy(np.array(array)).to(rows)
