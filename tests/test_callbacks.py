@@ -100,12 +100,14 @@ def test_lightning(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.logged: list[dict[str, float]] = []
+            self.steps: list[int | None] = []
 
         def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             if "laprune/gamma" in metrics:
                 self.logged.append({k.replace("inner.", ""): v for k, v in metrics.items()})
+                self.steps.append(step)
 
     def trainer(callback: Any, logger: Any, **limits: Any) -> Trainer:
         return Trainer(
@@ -126,6 +128,7 @@ def test_lightning(tmp_path: Path) -> None:
     first.fit(module, loader)
     assert module.inner.seen == pytest.approx([SCHEDULE(i) for i in range(STEPS)])
     check_logged(notes.logged, [0, 2, 4])
+    assert notes.steps == [0, 2, 4]
     assert "laprune/gamma" in first.callback_metrics
 
     first.save_checkpoint(tmp_path / "half.ckpt")
@@ -134,6 +137,17 @@ def test_lightning(tmp_path: Path) -> None:
     second = trainer(GammaCallback(later), False, max_epochs=2)
     second.fit(module, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert module.inner.seen == pytest.approx([later(i) for i in range(STEPS, 2 * STEPS)])
+
+    # Two batches a step: gamma stays for both, and each step is logged once.
+    module.inner.seen.clear()
+    notes = Notes()
+    trainer(GammaCallback(SCHEDULE), notes, max_epochs=1, accumulate_grad_batches=2).fit(
+        module, loader
+    )
+    steps = range(STEPS // 2)
+    assert module.inner.seen == pytest.approx([SCHEDULE(i) for i in steps for _ in range(2)])
+    check_logged(notes.logged, [0, 2])
+    assert notes.steps == [0, 2]
 
     module.inner.seen.clear()
     trainer(GammaCallback(SCHEDULE, every="epoch"), False, max_epochs=2).fit(module, loader)

@@ -37,18 +37,20 @@ class GammaCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._scheduler.load_state_dict({"last_step": self._now(trainer)})
-        self._monitor.armed = trainer.global_step % trainer.log_every_n_steps == 0
+        self._step = trainer.global_step
+        self._monitor.armed = self._step % trainer.log_every_n_steps == 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._monitor.armed:
+        # A step may take several batches: the last of them is logged, with the step it was part of.
+        if not self._monitor.armed or trainer.global_step == self._step:
             return
         self._monitor.armed = False
         values = named(self._scheduler.gamma, self._monitor.take())
         trainer.callback_metrics.update({name: torch.tensor(x) for name, x in values.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+            logger.log_metrics(values, step=self._step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitor.close()
