@@ -10,7 +10,7 @@ export LAPRUNE_REQUIRE_NATIVE ?= 1
 # The versions that build the site are pinned; news about later ones is no concern of a build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test test-sae-lens test-dictionary-learning lint docs format clean
+.PHONY: demo test test-sae-lens test-dictionary-learning test-callbacks lint docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/laprune demo
@@ -18,10 +18,15 @@ demo: $(VENV)/ready
 test: $(VENV)/ready-test
 	$(BIN)/pytest --numprocesses auto
 
-# The packages our adapters serve are heavy: each has an environment of its own.
+# The packages our adapters and callbacks serve are heavy: they have environments of their own.
 test-sae-lens test-dictionary-learning: test-%: .venv-%/ready
 	.venv-$*/bin/pytest -W default -o addopts=--doctest-modules \
 		tests/test_$(subst -,_,$*).py src/laprune/sae/$(subst -,_,$*).py
+
+test-callbacks: .venv-callbacks/ready
+	.venv-callbacks/bin/pytest -W default -o addopts=--doctest-modules \
+		tests/test_callbacks.py src/laprune/callbacks \
+		'tests/test_docs.py::test_code_prints_what_the_page_shows[howto/annealing.md]'
 
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
