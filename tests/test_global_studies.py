@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from laprune.backends import Status, pieces
 from laprune.studies import pruning, rank_cost
 from laprune.studies.lab import Options
 
@@ -49,13 +53,60 @@ def test_images_are_standardised_by_channel(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_ranks_send_does_not_grow_with_the_row() -> None:
     machine = rank_cost.Machine()
-    few, many = (rank_cost.ours(n, 512, 4, machine) for n in (10**9, 10**12))
+    few, many = (rank_cost.ours(n, 512, 4, machine, fused=True) for n in (10**9, 10**12))
     assert few.bytes == many.bytes
     assert few.seconds < many.seconds
     near, far = (rank_cost.gather_and_sort(n, 8, machine) for n in (10**8, 10**9))
     assert far.bytes == pytest.approx(10 * near.bytes)
     assert math.isinf(rank_cost.gather_and_sort(10**12, 4096, machine).seconds)
-    assert math.isinf(rank_cost.ours(10**12, 8, 4, machine).seconds)
+    assert math.isinf(rank_cost.ours(10**12, 8, 4, machine, fused=True).seconds)
+    fits = [rank_cost.ours(10**10, 8, 4, machine, fused=fused).seconds for fused in (True, False)]
+    assert math.isfinite(fits[0])
+    assert math.isinf(fits[1])
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations read and write; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if not (op.is_view or "alias" in str(op)):
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_the_model_knows_what_plain_torch_moves() -> None:
+    n, machine = 100_000, rank_cost.Machine()
+    scores, grads = [torch.randn(1, n)], [torch.randn(1, n)]
+    k, slopes, share = (
+        torch.ones(1).double(),
+        torch.zeros(1, 2).double(),
+        torch.zeros(1, 1).double(),
+    )
+    points = torch.tensor([[0.0, 1.5, 0.1, 1 / 16]]).double()
+    state = torch.tensor([[0.0, 1.5, 0.1, 0.0, 0.5]]).double()
+    status = torch.tensor([int(Status.CONVERGED)])
+
+    def shards(*calls: Callable[[], object]) -> float:
+        with Traffic() as traffic:
+            for call in calls:
+                call()
+        return traffic.bytes / (4 * n)
+
+    a_pass = shards(lambda: pieces.sums(scores, points))
+    rest = shards(
+        lambda: pieces.look(scores, k),
+        lambda: pieces.write(scores, state, status, share),
+        lambda: pieces.moments(scores, grads, state, status),
+        lambda: pieces.pull(scores, grads, state, status, slopes),
+    )
+    assert machine.plain_pass == pytest.approx(a_pass, rel=0.05)
+    assert machine.plain_rest == pytest.approx(rest, rel=0.05)
 
 
 def test_more_ranks_are_worth_more_hops() -> None:
