@@ -132,6 +132,7 @@ def test_solve_keeps_the_type_and_takes_a_column(tmp_path: Path) -> None:
         (["demo", "--gamma", "1"], "gamma must lie between 0 and 1"),
         (["report", "--results", "nowhere"], "no results in nowhere"),
         (["reproduce", "nothing"], "unknown: nothing"),
+        (["reproduce", "hardness_path", "--data", "nowhere"], "no such folder: nowhere"),
         (["nonsense"], "No such command 'nonsense'"),
     ],
 )
@@ -292,6 +293,14 @@ def test_the_list_is_there_for_scripts() -> None:
     abouts = json.loads(invoke("reproduce", "--list", "--json").stdout)
     assert list(abouts) == list(cli.STUDIES)
     assert all(abouts.values())
+
+
+def test_the_list_says_which_studies_need_data() -> None:
+    lines = invoke("reproduce", "--list").stdout.splitlines()
+    assert {x.split()[0] for x in lines if "(--data: " in x} == set(cli.DATA)
+    first = {name: next(iter(cli._study(name).settings(lab.Options()))) for name in cli.STUDIES}
+    real = {name for name, s in first.items() if s.keys() & {"backbone", "model", "images"}}
+    assert real | {"pruning"} == set(cli.DATA)
 
 
 def test_the_version_is_told() -> None:

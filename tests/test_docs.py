@@ -99,6 +99,15 @@ def parse(arguments: list[str]) -> None:
         context = command.make_context(name, rest, parent=context)
 
 
+def test_studies_on_real_data_are_in_the_table() -> None:
+    lines = (DOCS / "howto/command-line.md").read_text().splitlines()
+    rows = [x.split("|")[1:3] for x in lines if x.startswith("| `")]
+    found = {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert found.keys() == cli.DATA.keys()
+    for name, needed in cli.DATA.items():
+        assert all(folder in found[name] for folder in re.findall(r"\w+/", needed))
+
+
 def test_the_parser_refuses_what_is_not_there() -> None:
     with pytest.raises(Exception, match="No such option"):
         parse(["solve", "x.npy", "--nonsense"])

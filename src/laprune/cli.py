@@ -51,6 +51,14 @@ STUDIES = (
     "collapse",
 )
 """The tables and figures, by the names of their modules in `laprune.studies`."""
+DATA = {
+    "sae_images": "cifar100/, mobilenet_v2/",
+    "sae_language": "stories15m/",
+    "pruning": "cifar100/; without it the digits alone",
+    "classification": "cifar100/",
+    "collapse": "cifar100/",
+}
+"""What the studies on real data look for in the folder given by --data."""
 REPORTED = (*STUDIES, "bench_operator", "scaling")
 """What the report expects in the results: the studies and the benchmarks."""
 
@@ -244,7 +252,8 @@ def reproduce(
     json_: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
     device: Device = "auto",
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the real data some studies need.")
+        Path | None,
+        typer.Option(help="Folder with the real data some studies need; --list says which."),
     ] = None,
     cache: Annotated[
         Path | None,
@@ -284,11 +293,14 @@ def reproduce(
             print(json.dumps(abouts))
         else:
             for name, about in abouts.items():
-                console.print(f"{name:24} {about}", soft_wrap=True)
+                data = f" (--data: {DATA[name]})" if name in DATA else ""
+                console.print(f"{name:24} {about}{data}", soft_wrap=True, markup=False)
         return
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(STUDIES)}")
+    if data is not None and not data.is_dir():
+        raise UserError(f"no such folder: {data}")
     _require("matplotlib", "scipy")
     options = Options(
         device=device if stored and device != "auto" else _device(device),
