@@ -39,6 +39,13 @@ def test_methods_start_from_the_same_dense_network() -> None:
     assert len(dense) == 1
 
 
+def test_a_difference_that_rounds_to_nothing_is_none() -> None:
+    means = {m: [0.9, 0.5] for m in pruning.METHODS} | {pruning.OURS[0]: [0.8997, 0.48]}
+    first, *others = pruning._verdict([0.5, 0.1], means).splitlines()
+    assert first.endswith("at 0.1 (by 0.020)")
+    assert all(line.endswith("nowhere") for line in others)
+
+
 def test_images_are_standardised_by_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     images = np.random.default_rng(0).integers(0, 256, (1200, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(1200) % 100

@@ -436,15 +436,16 @@ def _report(records: list[Record], panels: list[tuple[str, str]], folder: Path) 
 
 
 def _verdict(density: list[float], means: dict[str, list[float]]) -> str:
-    """Where each of ours is behind the better of the others, by the means."""
+    """Where each of ours is behind the better of the others, by the means as the table has them."""
     lines = []
     for method in OURS:
         behind = []
         for ours, d, *others in zip(
             means[method], density, *(means[m] for m in METHODS if m not in OURS), strict=True
         ):
-            if ours < max(others):
-                behind.append(f"{d:g} (by {max(others) - ours:.3f})")
+            by = round(max(others) - ours, 3)
+            if by > 0:
+                behind.append(f"{d:g} (by {by:.3f})")
         where = "at " + ", ".join(behind) if behind else "nowhere"
         lines.append(f"- {METHODS[method]}: behind the better of the other two {where}")
     return "\n".join(lines)
