@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,16 @@ def test_an_interruption_is_not_a_traceback(
     code, err = complaint(capsys, monkeypatch, *command.split())
     assert code == cli.INTERRUPTED
     assert err == f"laprune: interrupted{said}\n"
+
+
+def test_a_source_tree_that_is_not_installed_knows_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    assert lab.provenance("cpu")["versions"] == {"laprune": laprune.__version__}
 
 
 def test_a_machine_without_git_measures_too(monkeypatch: pytest.MonkeyPatch) -> None:

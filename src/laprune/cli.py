@@ -293,8 +293,8 @@ def reproduce(
             print(json.dumps(abouts))
         else:
             for name, about in abouts.items():
-                data = f" (--data: {DATA[name]})" if name in DATA else ""
-                console.print(f"{name:24} {about}{data}", soft_wrap=True, markup=False)
+                needed = f" (--data: {DATA[name]})" if name in DATA else ""
+                console.print(f"{name:24} {about}{needed}", soft_wrap=True, markup=False)
         return
     unknown = sorted(set(names or ()) - set(STUDIES))
     if unknown:

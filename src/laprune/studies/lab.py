@@ -34,6 +34,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from laprune import __version__
+
 Setting = dict[str, Any]
 Record = dict[str, Any]
 Measured = tuple[Setting, dict[str, Any]]
@@ -194,9 +196,9 @@ def one_thread() -> Iterator[None]:
 
 def provenance(device: str) -> dict[str, Any]:
     """Hardware, versions, commit and time."""
-    packages = {}
+    packages = {"laprune": __version__}  # known in a source tree that is not installed, too
     peers = ("entmax", "diffsort", "numba", "jax", "jaxopt")
-    for name in ("laprune", "torch", "triton", "numpy", "scipy", *peers):
+    for name in ("torch", "triton", "numpy", "scipy", *peers):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
