@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
-
-from ._arguments import broadcast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,21 +93,17 @@ def like(out: Tensor, x: Tensor) -> Tensor:
     )
 
 
-def part(
-    x: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    name: str = "mask",
-) -> Tensor:
+def full(x: Tensor) -> Tensor:
+    """All of a tensor, differentiable."""
+    return x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def part(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """The part of a tensor, the same on all ranks, that belongs here; differentiable."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    if is_dtensor(x):
-        x = x.full_tensor()  # type: ignore[attr-defined]
     everywhere = [Replicate()] * mesh.ndim
-    x = broadcast(x, torch.Size(shape), name).contiguous()
-    spread = DTensor.from_local(x, mesh, everywhere, run_check=False)
+    spread = DTensor.from_local(x.contiguous(), mesh, everywhere, run_check=False)
     return spread.redistribute(placements=placements).to_local()
 
 

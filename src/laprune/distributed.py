@@ -14,7 +14,7 @@ temperature are those of the whole, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 from ._arguments import (
     Mode,
     Number,
+    broadcast,
     check_dim,
     check_floating,
     check_gate,
@@ -30,10 +31,10 @@ from ._arguments import (
     masked,
     number,
 )
-from ._mesh import cut_dims, is_dtensor, like, names, part, whole, without
+from ._mesh import cut_dims, full, is_dtensor, like, names, part, whole, without
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .joint import Tensors, flatten, jointly, rebuild, unchecked
+from .joint import Tensors, flatten, jointly, part_of, rebuild, unchecked
 from .op import topk
 from .pieces import topk_pieces
 
@@ -166,7 +167,7 @@ def gated_topk(
     if mask is not None:
         if is_dtensor(chosen_by):
             x = whole(chosen_by)  # type: ignore[arg-type]
-            mask = like(part(mask, x.device_mesh, x.placements, x.shape), x)
+            mask = like(cast(Tensor, part_of(mask, x)), x)
         excluded = excluded | ~mask
     return chosen * torch.where(excluded, torch.zeros_like(values), values)
 
@@ -239,9 +240,7 @@ class _Spread:
         # Rows are cut as the scores are, but for the dimension that is selected along.
         self.row_placements = [without(p, self.dim) for p in x.placements]
         self.row_shape = torch.Size(n for d, n in enumerate(x.shape) if d != self.dim)
-        if mask is not None:
-            mask = part(mask, mesh, x.placements, x.shape)
-        return masked(x.to_local(), mask)
+        return masked(x.to_local(), part_of(mask, x))
 
     def detached(self) -> _Spread:
         other = object.__new__(_Spread)
@@ -262,7 +261,8 @@ class _Spread:
     def _number(self, x: Number, name: str, largest: float) -> Tensor:
         if isinstance(x, Tensor) and self.mesh is not None:
             # Rows of other ranks have their share in the gradient even of a single number.
-            x = part(x, self.mesh, self.row_placements, self.row_shape, name)
+            every = broadcast(full(x), self.row_shape, name)
+            x = part(every, self.mesh, self.row_placements)
         x = unchecked(x) if self.groups else x
         return number(x, name, largest, self.shape[:-1], self.rows)
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import Mode, Number, check_floating, check_mode, masked, number
-from ._mesh import is_dtensor, layout, like, local, part, whole
+from ._arguments import Mode, Number, broadcast, check_floating, check_mode, masked, number
+from ._mesh import full, is_dtensor, layout, like, local, part, whole
 from .pieces import topk_pieces
 
 Tensors = TypeVar("Tensors", list[Tensor], tuple[Tensor, ...], dict[str, Tensor])
@@ -51,7 +51,7 @@ def global_topk(
             raise ValueError(f"masks must have the structure of tensors, {names}, got {other}")
     leaves = [whole(x) if is_dtensor(x) else x for x in leaves]  # type: ignore[arg-type]
     groups, owners = layout(leaves)
-    here = [_part_of(m, x) for m, x in zip(allowed, leaves, strict=True)]
+    here = [part_of(m, x) for m, x in zip(allowed, leaves, strict=True)]
     found = jointly([local(x) for x in leaves], here, k, gamma, mode, groups, owners)[0]
     out = [like(m, x) for m, x in zip(found, leaves, strict=True)]
     return rebuild(tensors, out)
@@ -119,12 +119,12 @@ def unchecked(x: Number) -> Number:
 def _single(x: Number, name: str) -> Number:
     if isinstance(x, Tensor) and x.numel() != 1:
         raise ValueError(f"{name} must have one element, got shape {tuple(x.shape)}")
-    if is_dtensor(x):
-        x = x.full_tensor()  # type: ignore[union-attr]
-    return x.reshape(1) if isinstance(x, Tensor) else x
+    return full(x).reshape(1) if isinstance(x, Tensor) else x
 
 
-def _part_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
+def part_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """What of a mask belongs to the part of x that lies here."""
     if mask is None or not is_dtensor(x):
         return mask
-    return part(mask, x.device_mesh, x.placements, x.shape)  # type: ignore[attr-defined]
+    whole_mask = broadcast(full(mask), x.shape, "mask")
+    return part(whole_mask, x.device_mesh, x.placements)  # type: ignore[attr-defined]

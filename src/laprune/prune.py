@@ -554,7 +554,7 @@ class _Budget:
         mask = _over(cast(list[Tensor], self.hard)[index], weight)
         if is_dtensor(weight):
             mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-            mask = like(part(mask, mesh, placements, weight.shape), weight)
+            mask = like(part(mask, mesh, placements), weight)
         return mask
 
 
