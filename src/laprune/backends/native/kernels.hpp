@@ -92,6 +92,11 @@ struct Affine {
   LAPRUNE_INLINE T operator()(T r) const { return (r - pivot) * inv_t - c_hi; }
 };
 
+// A score further away, in units of t, has no gradient: q times a small gradient would be subnormal,
+// slow here and in all that follows.
+template <typename T>
+constexpr T reach() { return T(0.75) * max_z<T>(); }
+
 template <typename T>
 LAPRUNE_INLINE T half_exp(T z, T c_lo, bool eligible) {
   const T w = std::abs(z);
@@ -125,10 +130,12 @@ LAPRUNE_INLINE Sums pass_loop(const T* r, int64_t n, const Point& at, const T* v
       count += ok ? T(1) : T(0);
       bad += x < inf ? T(0) : T(1);
       N += hi ? T(1) : T(0);
-      const T hi_q = hi ? q : T(0), lo_q = hi ? T(0) : q, qw = q * w;
+      const T hi_q = hi ? q : T(0), lo_q = hi ? T(0) : q;
+      // Squares that would be subnormal are nothing beside q, and slow.
+      const T factor = w < max_z<T>() / 2 ? q : T(0), qw = factor * w;
       q_lo += lo_q, q_hi += hi_q;
       qw_lo += lo_q * w, qw_hi += hi_q * w;
-      qq_lo += lo_q * q, qq_hi += hi_q * q;
+      qq_lo += lo_q * factor, qq_hi += hi_q * factor;
       qqw_lo += lo_q * qw, qqw_hi += hi_q * qw;
       spread += d * d;
       const T under = ok && !hi ? x : -inf, over = hi ? x : inf, other = far > T(0) ? far : inf;
@@ -220,7 +227,8 @@ LAPRUNE_INLINE GradSums grad_sums_loop(const T* r, const T* values, const T* g, 
       const T q = half_exp(z, z_of.c_lo, ok);
       const T p = z > T(0) ? T(1) - q : q;
       const T qy = q * (ok ? y_of(x) - y_of.c_lo : T(0)), v = p - mean_p;
-      const T e = ok ? (kGate ? g[i] * values[i] : g[i]) : T(0);
+      const bool near = ok && std::abs(z) < reach<T>();
+      const T e = near ? (kGate ? g[i] * values[i] : g[i]) : T(0);
       count += ok ? T(1) : T(0);
       s0 += q, s1 += qy, u0 += q * v, cov += qy * v, g0 += q * e, g1 += qy * e;
     }
@@ -240,7 +248,7 @@ LAPRUNE_INLINE void grad_write_loop(const T* r, const T* values, const T* g, int
   for (int64_t i = 0; i < n; ++i) {
     const T x = r[i], z = z_of(x);
     const bool ok = x > -inf;
-    const T q = half_exp(z, z_of.c_lo, ok);
+    const T q = half_exp(z, z_of.c_lo, ok && std::abs(z) < reach<T>());
     const T p = z > T(0) ? T(1) - q : q;
     const T e = ok ? (kGate ? g[i] * values[i] : g[i]) : T(0);
     const T d = (q * inv_t) * ((e - c0) - c1 * p);
