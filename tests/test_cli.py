@@ -241,6 +241,16 @@ def test_a_study_that_cannot_be_imported_is_listed_and_left_out(tmp_path: Path) 
     assert "<li><strong>discretised</strong></li>" in page.read_text(encoding="utf-8")
 
 
+def test_a_part_of_a_study_is_not_drawn(tmp_path: Path) -> None:
+    invoke("reproduce", "discretised", "--quick", "--device", "cpu", "--results", tmp_path)
+    path = tmp_path / "discretised.jsonl"
+    path.write_text(path.read_text().partition("\n")[0])
+    arguments = ["reproduce", "discretised", "--quick", "--stored", "--results", str(tmp_path)]
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 1
+    assert outcome.stdout.startswith("discretised: 1 records are too few to draw")
+
+
 def test_everything_the_package_reads_is_packaged() -> None:
     root = Path(laprune.__file__).parent
     text = (root.parent.parent / "pyproject.toml").read_text()

@@ -335,7 +335,15 @@ def reproduce(
             left_out = True
             console.print(f"{name}: nothing is on file")
             continue
-        console.print("written:", *map(str, study.draw(records, results)))
+        try:
+            drawn = study.draw(records, results)
+        except (LookupError, ValueError) as error:
+            if not stored:
+                raise
+            left_out = True
+            console.print(f"{name}: {len(records)} records are too few to draw: {error}")
+            continue
+        console.print("written:", *map(str, drawn))
     if left_out:
         raise typer.Exit(1)
 
