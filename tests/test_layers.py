@@ -14,7 +14,7 @@ DEPTH = {
     "cli": -1,
     "commands": 0,
     "studies": 1,
-    # baselines and every application: 2; `prune` is one of them
+    # baselines and every application: 2
     "nn": 3,
     "losses": 3,
     "schedules": 3,

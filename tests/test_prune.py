@@ -10,8 +10,7 @@ from conftest import normal
 from torch import Tensor, nn
 
 import laprune
-from laprune import prune
-from laprune.prune import GlobalPruner
+from laprune.prune import GlobalPruner, masks
 from laprune.schedules import linear
 
 X = normal(5, 8)
@@ -375,8 +374,8 @@ def test_pairs_are_solved_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> Non
     model, twin, solved = net(), net(), []
     pairs = [(layer, "weight") for layer in (model[0], model[2])]
     pruners = [GlobalPruner(x, 0.3, gamma=0.7) for x in (pairs, twin)]
-    solve = prune.solve_pieces
-    monkeypatch.setattr(prune, "solve_pieces", lambda *args: solved.append(1) or solve(*args))
+    solve = masks.solve_pieces
+    monkeypatch.setattr(masks, "solve_pieces", lambda *args: solved.append(1) or solve(*args))
     train(model, pruners[0], 3)
     assert len(solved) == 3
     train(twin, pruners[1], 3)

@@ -175,7 +175,7 @@ def gated_topk(
     Other arguments as in :func:`soft_topk`. Backward keeps the values, the scores if they differ,
     and five numbers per row.
     """
-    if is_dtensor(values):
+    if is_dtensor(values) or is_dtensor(scores):
         return _spread().gated_topk(values, k, gamma, scores=scores, dim=dim, mask=mask, mode=mode)
     check_mode(mode)
     check_gate(values, scores)
