@@ -10,7 +10,7 @@ export LAPRUNE_REQUIRE_NATIVE ?= 1
 # The versions that build the site are pinned; news about later ones is no concern of a build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test test-sae-lens test-dictionary-learning test-callbacks lint docs format clean
+.PHONY: demo test test-sae-lens test-dictionary-learning test-callbacks test-jaxopt lint docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/laprune demo
@@ -27,6 +27,9 @@ test-callbacks: .venv-callbacks/ready
 	.venv-callbacks/bin/pytest -W default -o addopts=--doctest-modules \
 		tests/test_callbacks.py src/laprune/callbacks \
 		'tests/test_docs.py::test_code_prints_what_the_page_shows[howto/annealing.md]'
+
+test-jaxopt: .venv-jaxopt/ready
+	.venv-jaxopt/bin/pytest tests/test_baselines.py tests/test_scaling.py -k 'box_section or missing'
 
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
