@@ -279,3 +279,16 @@ def test_solution_describes_the_mask(backend: str) -> None:
     z = ((r - s.barrier[:, None]) / s.temperature[:, None])[soft]
     p = torch.where(z > 0, 1 - 0.5 * torch.exp(-z.abs()), 0.5 * torch.exp(-z.abs()))
     torch.testing.assert_close(p, s.mask[soft], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the native backend is not built")
+@pytest.mark.parametrize("n", [3, 2**19 + 5, 3 * 2**19])  # no large page fits, or one, or two
+def test_large_pages_change_nothing(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = draw("gaussian", 1, n, dtype=torch.float32).requires_grad_()
+    found = []
+    for fresh in (1 << 60, 0):
+        monkeypatch.setattr(cpu, "FRESH", fresh)
+        p = laprune.soft_topk(r, 2, 0.8)
+        found.append((p.detach(), *torch.autograd.grad(p[..., 0].sum(), r)))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

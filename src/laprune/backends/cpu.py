@@ -19,6 +19,7 @@ from ._contract import INFO_SIZE, STATE_SIZE
 from .reference import MAX_Z
 
 _SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
+FRESH = 1 << 25  # bytes from which memory comes from the system, not from what was freed before
 
 
 @functools.cache
@@ -46,6 +47,16 @@ def _pointer(x: Tensor | None) -> ctypes.c_void_p:
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype).contiguous()
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Memory for a result, in large pages where it is large."""
+    out = torch.empty_like(like)
+    if out.nbytes >= FRESH:
+        native = library()
+        assert native is not None
+        native.laprune_fresh(_pointer(out), ctypes.c_int64(out.nbytes))
+    return out
 
 
 def _each(x: Tensor | float, rows: int) -> Tensor:
@@ -76,7 +87,7 @@ def solve(
     r = _plain(scores, work)
     v = (r if values is None else _plain(values, work)) if gated else None
     k, hardness = _each(k, len(r)), _each(hardness, len(r))
-    out = torch.empty_like(r)
+    out = _empty(r)
     state = r.new_empty(len(r), STATE_SIZE, dtype=torch.float64)
     info = r.new_empty(len(r), INFO_SIZE, dtype=torch.int32)
     _call(
@@ -105,8 +116,8 @@ def vjp(
     k, hardness = _each(k, len(r)), _each(hardness, len(r))
     state, info = state.detach().contiguous(), info.contiguous()
     cotangent = None if grad_state is None else _plain(grad_state, torch.float64)
-    dscores = torch.empty_like(r)
-    dvalues = torch.empty_like(r) if values is not None else None
+    dscores = _empty(r)
+    dvalues = _empty(r) if values is not None else None
     dk, dhardness = torch.empty_like(k), torch.empty_like(hardness)
     _call(
         "vjp", work, *map(_pointer, (r, v, g, dscores, dvalues)), *_sizes(r),
@@ -213,7 +224,7 @@ def digits(pieces: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
 
 def write(pieces: Sequence[Tensor], state: Tensor, status: Tensor, share: Tensor) -> list[Tensor]:
     """As :func:`pieces.write`."""
-    out = [torch.empty_like(x) for x in pieces]
+    out = [_empty(x) for x in pieces]
     given = [x.contiguous() for x in (state, status, share)]
     _call(
         "write", pieces[0].dtype, *_pieces(pieces), *map(_pointer, given), _pointers(out)
@@ -238,7 +249,7 @@ def pull(
     pieces: Sequence[Tensor], grads: Sequence[Tensor], state: Tensor, status: Tensor, slopes: Tensor
 ) -> list[Tensor]:
     """As :func:`pieces.pull`."""
-    out = [torch.empty_like(x) for x in pieces]
+    out = [_empty(x) for x in pieces]
     given = [x.contiguous() for x in (state, status, slopes)]
     _call(
         "pull", pieces[0].dtype, *_pieces(pieces), _pointers(grads), *map(_pointer, given),
