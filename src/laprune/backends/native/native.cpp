@@ -44,6 +44,7 @@ struct Row {
   template <typename Result, typename Work>
   Result reduce(Work&& work) const {
     const int64_t chunks = (n + kChunk - 1) / kChunk;
+    if (chunks == 1) return work(0, n);
     std::vector<Result> parts(chunks);
     for_chunks([&](int64_t c, int64_t start, int64_t size) { parts[c] = work(start, size); });
     Result total = parts[0];
