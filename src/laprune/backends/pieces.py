@@ -225,6 +225,11 @@ def _soft(status: Tensor) -> Tensor:
     return (status == Status.CONVERGED) | (status == Status.TIED) | (status == Status.STALLED)
 
 
+def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the loops read it; there may be many, so nothing is called that would change nothing."""
+    return x if x.dtype == dtype and x.is_contiguous() else x.detach().to(dtype).contiguous()
+
+
 class _Job:
     """The pieces of one call: those read here, and how to reach the rest."""
 
@@ -237,7 +242,7 @@ class _Job:
         self.rows = len(pieces[0])
         self.exchange = exchange
         self.owners = owners
-        self.pieces = [x.detach().to(self.dtype).contiguous() for x in pieces]
+        self.pieces = [_plain(x, self.dtype) for x in pieces]
         self.filled = [i for i, x in enumerate(pieces) if x.numel()]
         own = [i for i in self.filled if owners[i] == exchange.rank]
         self.read = [self.pieces[i] for i in own]
@@ -282,14 +287,13 @@ class _Job:
         """This rank's part of ``size`` scores evenly spread over ``total``."""
         if length == 0:
             return self.pieces[0].new_empty(self.rows, 0)
-        parts, at = [], offset
-        for piece in self.read:
-            n = piece.shape[1]
-            first, last = -(-at * size // total), -(-(at + n) * size // total)
-            index = torch.arange(first, last, device=self.device) * total // size - at
-            parts.append(piece.index_select(1, index))
-            at += n
-        return torch.cat(parts, 1)
+        starts = list(itertools.accumulate((x.shape[1] for x in self.read), initial=offset))
+        ends = [-(-at * size // total) for at in starts]
+        counts = [y - x for x, y in itertools.pairwise(ends)]
+        # All indices at once: there may be many pieces.
+        index = torch.arange(ends[0], ends[-1], device=self.device) * total // size
+        places = zip(self.read, index.split(counts), starts, strict=False)
+        return torch.cat([piece.index_select(1, here - at) for piece, here, at in places], 1)
 
 
 def solve(
@@ -544,7 +548,7 @@ def vjp(
     double = any(x.dtype == torch.float64 for x in pieces)
     job = _Job(pieces, owners, exchange, double)
     state, status = state.detach(), info[:, 0].contiguous()
-    given = [g.detach().to(job.dtype).contiguous() for g in grads]
+    given = [_plain(g, job.dtype) for g in grads]
     here = state.new_zeros(len(state), 8)
     if job.own:
         here = job.call("moments", job.read, [given[i] for i in job.own], state, status)
