@@ -17,7 +17,7 @@ import typer
 from .commands import UserError
 
 if TYPE_CHECKING:
-    from .studies.lab import Study
+    from .studies.lab import Options, Record, Study
 
 app = typer.Typer(
     help="Differentiable top-k masks with exact mass and controlled hardness.",
@@ -284,8 +284,7 @@ def reproduce(
 
     What is on file is not measured again, so an interrupted run goes on where it stopped.
     """
-    from .studies import lab
-    from .studies.lab import MissingData, Options, Unfinished, console, run
+    from .studies.lab import Options, console
 
     if list_:
         abouts = _abouts(STUDIES, _needs)
@@ -314,38 +313,35 @@ def reproduce(
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
     )
     results = _kept(results, quick)
-    left_out = False
-    for name in names or STUDIES:
-        try:
-            study = _study(name)
-            records = (lab.stored if stored else run)(study, options, results)
-        except ModuleNotFoundError as error:
-            left_out = True
-            console.print(f"{name} left out: {_needs(_package(error))}", markup=False)
-            continue
-        except MissingData as error:
-            left_out = True
-            console.print(f"{name} left out: {error}")
-            continue
-        except Unfinished as error:
-            left_out = True
-            console.print(f"{name} not complete: {error}; the same command goes on")
-            continue
-        if not records:
-            left_out = True
-            console.print(f"{name}: nothing is on file")
-            continue
-        try:
-            drawn = study.draw(records, results)
-        except (LookupError, ValueError) as error:
-            if not stored:
-                raise
-            left_out = True
-            console.print(f"{name}: {len(records)} records are too few to draw: {error}")
-            continue
-        console.print("written:", *map(str, drawn))
-    if left_out:
+    why_not = [_drawn(name, options, results, stored) for name in names or STUDIES]
+    if any(why_not):
         raise typer.Exit(1)
+
+
+def _drawn(name: str, options: Options, results: Path, stored: bool) -> str | None:
+    """Measure what is missing of a study and draw it; else say why not, and return that."""
+    from .studies import lab
+
+    records: list[Record] = []
+    try:
+        study = _study(name)
+        records = (lab.stored if stored else lab.run)(study, options, results)
+        if records:
+            lab.console.print("written:", *map(str, study.draw(records, results)))
+            return None
+        why_not = f"{name}: nothing is on file"
+    except ModuleNotFoundError as error:
+        why_not = f"{name} left out: {_needs(_package(error))}"
+    except lab.MissingData as error:
+        why_not = f"{name} left out: {error}"
+    except lab.Unfinished as error:
+        why_not = f"{name} not complete: {error}; the same command goes on"
+    except (LookupError, ValueError) as error:
+        if not stored:
+            raise
+        why_not = f"{name}: {len(records)} records are too few to draw: {error}"
+    lab.console.print(why_not, markup=False)
+    return why_not
 
 
 @app.command()
