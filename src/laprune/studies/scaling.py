@@ -59,9 +59,9 @@ NOTES = f"""
 - `paper` is the paper's solver in plain PyTorch; `bench operator` also has it compiled.
 - `sander_dykstra` gets no time where its 500 steps are too few, by more than {MASK_TOLERANCE} from
   `sander_pav`.
-- The paper, 1 x 10,000,000 on an A100: LaPrune 10.75 ms (305 MB), LapSum 5.38 ms (544 MB), Sander's
-  operator by PAV and optimal transport 18 to 22 times LaPrune's time, sorting relaxations out of
-  memory far earlier.
+- The paper, 1 x 10,000,000 on an A100: LaPrune {PAPER[OURS][0]} ms ({PAPER[OURS][1]} MB), LapSum
+  {PAPER["lapsum"][0]} ms ({PAPER["lapsum"][1]} MB), Sander's operator by PAV and optimal transport
+  18 to 22 times LaPrune's time, sorting relaxations out of memory far earlier.
 """
 
 
@@ -352,8 +352,10 @@ def _table(records: list[Record], device: str, path: Path) -> Path:
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
-    if "failed" in result:
-        return result["failed"]
+    if "failed" in result:  # why a longer row was not tried stands where a shorter one failed
+        return (
+            result["failed"].split(":")[0] if "not tried" in result["failed"] else result["failed"]
+        )
     graph = f", graph {result['graph_ms']:.3g}" if "graph_ms" in result else ""
     mb = result["peak_bytes"] / 1e6
     return f"{_digits(result['ms'])}{graph} ({f'{mb:,.0f}' if mb >= 1 else '<1'})"
