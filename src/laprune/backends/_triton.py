@@ -4,11 +4,11 @@
 """The solver and its gradient in Triton. ``reference`` explains the mathematics in the same words.
 
 A program holds ROWS short rows, or a part of one long row that a team of programs solves together.
-It walks over its scores in tiles ``[LANES, ROWS, U, 4]``: a thread has U times four neighbouring
-scores of one row, and sums them up alone. Every pass reads the scores again, from the cache if they
-fit there; rows of a single tile stay in registers. What belongs to a row is a vector ``[ROWS]``, or
-a scalar if ROWS is one, of the type T of the scores (float32 for half types). A program adds in T,
-a team in float64 and in the order of its programs.
+It walks over its scores in tiles of four dimensions, LANES, ROWS, U and 4: a thread has U times
+four neighbouring scores of one row, and sums them up alone. Every pass reads the scores again,
+from the cache if they fit there; rows of a single tile stay in registers. What belongs to a row is
+a vector ``[ROWS]``, or a scalar if ROWS is one, of the type T of the scores (float32 for half
+types). A program adds in T, a team in float64 and in the order of its programs.
 
 The exponent is kept in base two: ``y = z log2(e)``, and ``e = 2^-|y| = 2 q``.
 """
@@ -38,6 +38,9 @@ MIN_DOUBT = tl.constexpr(8.0)  # least k (1-a) of a sample that says anything
 BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
 MOSTLY = tl.constexpr(2)  # EVEN: all tiles but the last are whole
 COLUMNS = tl.constexpr(16)  # numbers a program shows its team
+# Threads go to the last dimensions first, before Triton 3.7 to the first ones; U, which is to stay
+# in registers, stands where none are left for it: tiles are [U, ROWS, LANES, 4], or reversed.
+U_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 # The interpreter has no libdevice.
 COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
@@ -67,7 +70,7 @@ def _any(m):
 @triton.jit
 def _total(b_x, S: tl.constexpr, ROWS: tl.constexpr):
     """The sum over threads, row by row, of a sum for each of their fours."""
-    return _row(tl.sum(tl.sum(b_x, 2), 0), ROWS).to(S)
+    return _row(tl.sum(tl.sum(b_x, 2), 1), ROWS).to(S)
 
 
 @triton.jit
@@ -98,10 +101,32 @@ def _log(x):
 
 
 @triton.jit
+def _fours(across, along, U: tl.constexpr, LANES: tl.constexpr):
+    """The place of each four of a tile: lanes are `across` apart, and U of them `along`."""
+    if U_FIRST:
+        o = tl.arange(0, LANES)[None, None, :, None] * across
+        return o + tl.arange(0, U)[:, None, None, None] * along
+    else:
+        o = tl.arange(0, LANES)[:, None, None, None] * across
+        return o + tl.arange(0, U)[None, None, :, None] * along
+
+
+@triton.jit
+def _plain(b_x):
+    """A tile as [ROWS, LANES, U, 4]."""
+    return tl.permute(b_x, 1, 2, 0, 3) if U_FIRST else tl.permute(b_x, 1, 0, 2, 3)
+
+
+@triton.jit
+def _tile(b_x):
+    """Back from there."""
+    return tl.permute(b_x, 2, 0, 1, 3) if U_FIRST else tl.permute(b_x, 1, 0, 2, 3)
+
+
+@triton.jit
 def _columns(i, U: tl.constexpr, LANES: tl.constexpr):
     """The columns of tile i of a row: the threads' fours lie side by side, U times over."""
-    o = tl.arange(0, LANES)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    o += tl.arange(0, U)[None, None, :, None] * (LANES * 4)
+    o = _fours(4, LANES * 4, U, LANES) + tl.arange(0, 4)[None, None, None, :]
     return i * (U * LANES * 4) + o
 
 
@@ -135,8 +160,8 @@ def _store(p, i, n_cols, b_x, U: tl.constexpr, LANES: tl.constexpr, EVEN: tl.con
 def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
     """A tile whose fours are spread evenly over a long row."""
     every = n_cols // (U * LANES * 4)
-    o = tl.arange(0, U)[None, None, :, None] * LANES + tl.arange(0, LANES)[:, None, None, None]
-    return tl.load(p_x + o.to(tl.int64) * every * 4 + tl.arange(0, 4)[None, None, None, :]).to(T)
+    o = _fours(1, LANES, U, LANES).to(tl.int64)
+    return tl.load(p_x + o * every * 4 + tl.arange(0, 4)[None, None, None, :]).to(T)
 
 
 @triton.jit
@@ -163,36 +188,39 @@ def _plus(a, b):
 
 
 @triton.jit
+def _own8(terms, T: tl.constexpr):
+    """Sums per row and thread of a tile's terms: four at once, which rounds less than one by one.
+
+    A product that is added to another thread's right away is fused with the addition, unrounded in
+    the one thread and rounded in the other, and they disagree: a lone one is added to zero first.
+    """
+    t = (
+        _plain(terms[0]), _plain(terms[1]), _plain(terms[2]), _plain(terms[3]), _plain(terms[4]),
+        _plain(terms[5]), _plain(terms[6]), _plain(terms[7]),
+    )  # fmt: skip
+    lone: tl.constexpr = t[0].shape[2] == 1
+    t = tl.reduce(t, 2, _add8)
+    if lone:
+        z = tl.zeros(t[0].shape, T)
+        t = _plus((z, z, z, z, z, z, z, z), t)
+    return tl.reduce(t, 2, _add8)
+
+
+@triton.jit
 def _max3(a0, a1, a2, b0, b1, b2):
     return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.maximum(a2, b2)
 
 
 @triton.jit
 def _zero8(ROWS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr):
-    z = tl.zeros([LANES, ROWS], T)
+    z = tl.zeros([ROWS, LANES], T)
     return z, z, z, z, z, z, z, z
-
-
-@triton.jit
-def _fold(t, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sums per thread and row, from those of each of its fours.
-
-    A product that is added to another thread's right away is fused with the addition, unrounded in
-    the one thread and rounded in the other, and they disagree: a lone one is added to zero first.
-    """
-    if U == 1:
-        z = tl.zeros([LANES, ROWS, 4], T)
-        t = _plus((z, z, z, z, z, z, z, z), t)
-    return (
-        tl.sum(t[0], 2), tl.sum(t[1], 2), tl.sum(t[2], 2), tl.sum(t[3], 2), tl.sum(t[4], 2),
-        tl.sum(t[5], 2), tl.sum(t[6], 2), tl.sum(t[7], 2),
-    )  # fmt: skip
 
 
 @triton.jit
 def _across(lanes, ROWS: tl.constexpr):
     """Sums per row from sums per thread."""
-    sums = tl.reduce(lanes, 0, _add8)
+    sums = tl.reduce(lanes, 1, _add8)
     return tl.reduce(sums, 0, _add8) if ROWS == 1 else sums
 
 
@@ -208,7 +236,7 @@ def _wide(sums):
 @triton.jit
 def _across_max(lanes, S: tl.constexpr, ROWS: tl.constexpr):
     most = (tl.max(lanes[0], 2), tl.max(lanes[1], 2), tl.max(lanes[2], 2))
-    most = tl.reduce(most, 0, _max3)
+    most = tl.reduce(most, 1, _max3)
     if ROWS == 1:
         most = tl.reduce(most, 0, _max3)
     return most[0].to(S), most[1].to(S), most[2].to(S)
@@ -318,7 +346,7 @@ def _tile_sums(b_x, line, T: tl.constexpr):
         tl.where(m_hi, 1.0, 0.0).to(T), b_lo, b_hi, b_lo * b_w, b_hi * b_w, b_lo * b_e, b_hi * b_e,
         (b_e * b_w) * b_e,
     )  # fmt: skip
-    return tl.reduce(terms, 2, _add8)
+    return _own8(terms, T)
 
 
 @triton.jit
@@ -351,7 +379,7 @@ def _write(p_v, p_out, i, n_cols, b_x, line, GATE: tl.constexpr, T: tl.constexpr
 @triton.jit
 def _tile_seen(b_x, T: tl.constexpr):
     """The sum of 1 for an eligible score, BAD for one that is NaN or infinite."""
-    return tl.sum(tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T), 2)
+    return tl.sum(_plain(tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T)), 2)
 
 
 @triton.jit
@@ -365,7 +393,7 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
     the last one, that at `after` is asked for, where the next pass is to begin.
     """
     lanes = _zero8(ROWS, LANES, T)
-    seen = tl.zeros([LANES, ROWS, 4], T)
+    seen = tl.zeros([ROWS, LANES, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
         i = _stop(j, walk)
         if AHEAD:
@@ -374,7 +402,7 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
             b_next = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
         else:
             b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _fold(_tile_sums(b_x, line, T), T, U, ROWS, LANES))
+        lanes = _plus(lanes, _tile_sums(b_x, line, T))
         if counting:
             seen += _tile_seen(b_x, T)
         if write:
@@ -392,7 +420,7 @@ def _tile_spread(b_x, line, a, rest, T: tl.constexpr):
     b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
     b_d = tl.where(b_y > 0, _v(rest.to(T)) - b_q, b_q - _v(a.to(T)))
     b_d = tl.where(b_x > -INF, b_d, 0.0)
-    return tl.sum(b_d * b_d, 2)
+    return tl.sum(_plain(b_d * b_d), 2)
 
 
 @triton.jit
@@ -403,9 +431,9 @@ def _tile_near(b_x, line):
     m_hi = b_d * _v(line[1]) - _v(line[2]) > 0
     b_far = tl.abs(b_d)
     return (
-        tl.max(tl.where(m_hi, -INF, b_d), 2),
-        tl.max(tl.where(m_hi, -b_d, -INF), 2),
-        tl.max(tl.where(b_far > 0, -b_far, -INF), 2),
+        tl.max(_plain(tl.where(m_hi, -INF, b_d)), 2),
+        tl.max(_plain(tl.where(m_hi, -b_d, -INF)), 2),
+        tl.max(_plain(tl.where(b_far > 0, -b_far, -INF)), 2),
     )
 
 
@@ -415,18 +443,18 @@ def _tile_survey(b_x, n_cols, T: tl.constexpr):
     m_ok = b_x > -INF
     share = 1.0 / n_cols
     return (
-        tl.sum(tl.where(m_ok, 1.0, 0.0).to(T), 2),
-        tl.sum(tl.where(b_x < INF, 0.0, 1.0).to(T), 2),
-        tl.sum(tl.where(m_ok, b_x, 0.0) * share, 2),
-        tl.max(b_x, 2),
-        tl.max(tl.where(m_ok, -b_x, -INF), 2),
+        tl.sum(_plain(tl.where(m_ok, 1.0, 0.0).to(T)), 2),
+        tl.sum(_plain(tl.where(b_x < INF, 0.0, 1.0).to(T)), 2),
+        tl.sum(_plain(tl.where(m_ok, b_x, 0.0) * share), 2),
+        tl.max(_plain(b_x), 2),
+        tl.max(_plain(tl.where(m_ok, -b_x, -INF)), 2),
     )
 
 
 @triton.jit
 def _row_spread(p_x, n_cols, line, a, rest, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
                 ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    total = tl.zeros([LANES, ROWS, 4], T)
+    total = tl.zeros([ROWS, LANES, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
         b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
         total += _tile_spread(b_x, line, a, rest, T)
@@ -436,7 +464,7 @@ def _row_spread(p_x, n_cols, line, a, rest, walk, T: tl.constexpr, S: tl.constex
 @triton.jit
 def _row_near(p_x, n_cols, line, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
               ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    none = tl.full([LANES, ROWS, 4], -INF, T)
+    none = tl.full([ROWS, LANES, 4], -INF, T)
     most = (none, none, none)
     for j in range(walk[0], walk[1], walk[2]):
         b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
@@ -452,9 +480,9 @@ def _both(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 @triton.jit
 def _surveyed(ok, bad, mean, high, low, S: tl.constexpr, ROWS: tl.constexpr):
-    """Per row, from a tile."""
+    """Per row, from numbers for each four of a thread."""
     found = (tl.sum(ok, 2), tl.sum(bad, 2), tl.sum(mean, 2), tl.max(high, 2), tl.max(low, 2))
-    found = tl.reduce(found, 0, _both)
+    found = tl.reduce(found, 1, _both)
     if ROWS == 1:
         found = tl.reduce(found, 0, _both)
     return found[0].to(S), found[1].to(S), found[2].to(S), found[3].to(S), found[4].to(S)
@@ -463,7 +491,7 @@ def _surveyed(ok, bad, mean, high, low, S: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _row_survey(p_x, n_cols, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
                 ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    zero, none = tl.zeros([LANES, ROWS, 4], T), tl.full([LANES, ROWS, 4], -INF, T)
+    zero, none = tl.zeros([ROWS, LANES, 4], T), tl.full([ROWS, LANES, 4], -INF, T)
     ok, bad, mean, high, low = zero, zero, zero, none, none
     for i in range(walk[0], walk[1], walk[2]):
         s = _tile_survey(_load(p_x, i, n_cols, -INF, T, U, LANES, EVEN), n_cols, T)
@@ -477,11 +505,11 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
                U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
     """How many scores are above a score, or equal to it."""
-    total = tl.zeros([LANES, ROWS, 4], T)
+    total = tl.zeros([ROWS, LANES, 4], T)
     for i in range(walk[0], walk[1], walk[2]):
         b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
         m = b_x == _v(cut) if EQUAL else b_x > _v(cut)
-        total += tl.sum(tl.where(m, 1.0, 0.0).to(T), 2)
+        total += tl.sum(_plain(tl.where(m, 1.0, 0.0).to(T)), 2)
     return _total(total, S, ROWS)
 
 
@@ -492,18 +520,17 @@ def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: 
 def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
                  LANES: tl.constexpr):  # fmt: skip
     s = _tile_survey(b_x, n_cols, T)
-    return _surveyed(s[0], s[1], tl.zeros([LANES, ROWS, 4], T) + s[2], s[3], s[4], S, ROWS)
+    return _surveyed(s[0], s[1], tl.zeros([ROWS, LANES, 4], T) + s[2], s[3], s[4], S, ROWS)
 
 
 @triton.jit
-def _held_sums(b_x, line, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
-               LANES: tl.constexpr):  # fmt: skip
-    return _across(_fold(_tile_sums(b_x, line, T), T, U, ROWS, LANES), ROWS)
+def _held_sums(b_x, line, T: tl.constexpr, ROWS: tl.constexpr):
+    return _across(_tile_sums(b_x, line, T), ROWS)
 
 
 @triton.jit
 def _held_spread(b_x, line, a, rest, T: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    spread = tl.zeros([LANES, ROWS, 4], T) + _tile_spread(b_x, line, a, rest, T)
+    spread = tl.zeros([ROWS, LANES, 4], T) + _tile_spread(b_x, line, a, rest, T)
     return _total(spread, T, ROWS)
 
 
@@ -514,7 +541,7 @@ def _held_near(b_x, line, S: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _held_count(b_x, cut, T: tl.constexpr, ROWS: tl.constexpr):
-    return _total(tl.sum(tl.where(b_x > _v(cut), 1.0, 0.0).to(T), 2), T, ROWS)
+    return _total(tl.sum(_plain(tl.where(b_x > _v(cut), 1.0, 0.0).to(T)), 2), T, ROWS)
 
 
 # --- the start -----------------------------------------------------------------------------------
@@ -880,11 +907,11 @@ def _tile_hard(b_x, threshold, left, T: tl.constexpr, ROWS: tl.constexpr):
     """Zeros and ones, and what is left after this tile; scores equal to the threshold are served
     in the order of their index."""
     cut = _v(threshold.to(T))
-    tied = (b_x == cut).to(tl.int32)
+    tied = _plain((b_x == cut).to(tl.int32))
     four = tl.sum(tied, 3)
-    part = tl.sum(four, 0)
-    before = (tl.cumsum(four, 0) - four) + (tl.cumsum(part, 1) - part)[None, :, :]
-    turn = tl.cumsum(tied, 3) + before[:, :, :, None]
+    part = tl.sum(four, 1)
+    before = (tl.cumsum(four, 1) - four) + (tl.cumsum(part, 1) - part)[:, None, :]
+    turn = _tile(tl.cumsum(tied, 3) + before[:, :, :, None])
     share = tl.minimum(tl.maximum(left, 0.0), 1e9)
     full = tl.floor(share)
     rest = _v((share - full).to(T))
@@ -1051,7 +1078,7 @@ def solve_rows(
         line = _line(at, T)
         spread = nil
         if ONCE:
-            sums = _held_sums(b_held, line, T, U, ROWS, LANES)
+            sums = _held_sums(b_held, line, T, ROWS)
         else:
             sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, 0, GATE,
                          T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
@@ -1189,7 +1216,7 @@ def solve_long(
     passes, sampling = none, (whole == 0).to(tl.int32)
     while sampling > 0:
         line = _line(at, T)
-        sums = _held_sums(b_s, line, T, U, 1, LANES)
+        sums = _held_sums(b_s, line, T, 1)
         spread = zero.to(T)
         if soft:
             spread = _held_spread(b_s, line, problem[3], problem[4], T, 1, LANES)
@@ -1304,7 +1331,7 @@ def _grad_tile(b_x, b_e, line, means, T: tl.constexpr):
     terms = (
         tl.where(m_ok, 1.0, 0.0).to(T), b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_e,
     )  # fmt: skip
-    return tl.reduce(terms, 2, _add8)
+    return _own8(terms, T)
 
 
 @triton.jit
@@ -1406,7 +1433,7 @@ def vjp(
             b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
             b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         b_e = _upstream(p_v, j, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _fold(_grad_tile(b_x, b_e, line, centre, T), T, U, ROWS, LANES))
+        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, T))
     if S == f64:
         lanes = _wide(lanes)
     sums = _wide(_across(lanes, ROWS))

@@ -28,7 +28,7 @@ LINE = 16  # numbers a program shows its team
 
 
 class Plan(NamedTuple):
-    """How a shape is cut into programs: tiles [lanes, rows, unroll, 4], and a team per long row."""
+    """How a shape is cut into programs: tiles of lanes, rows, unroll and 4, a team per long row."""
 
     rows: int
     lanes: int

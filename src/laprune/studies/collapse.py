@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .classification import (
-    GIVEN,
     LAPRUNE,
     LOG,
+    RAISED,
     Method,
     curve,
     listed,
@@ -29,16 +29,14 @@ from .lab import Options, Record, Setting, Study
 from .style import figure, save
 from .tables import markdown, select, write
 
-LEAST = 0.5
-"""The temperature that hardness may not go below, in the rows that have such a bound."""
-
 FIXED = {gamma: Method("laprune", gamma) for gamma in (0.3, 0.5, 0.7, 0.9, 0.99)}
 NO_CLIP = LAPRUNE._replace(clip=None)
 TO_90, TO_99 = (LAPRUNE._replace(softness=gamma) for gamma in (0.9, 0.99))
-LITERAL = {m: m._replace(floor=0.0) for m in (FIXED[0.9], FIXED[0.99], TO_90)}
+LITERAL = {m: m._replace(floor=0.0) for m in (FIXED[0.9], TO_90)}
 EXACT = {m: m._replace(floor=None) for m in (FIXED[0.9], TO_90, TO_99)}
-STEADY = {m: m._replace(floor=None, detached=True) for m in (FIXED[0.9], FIXED[0.99], TO_90, TO_99)}
-RAISED = {m: m._replace(min_temperature=LEAST) for m in (FIXED[0.99], TO_99)}
+GIVEN = {m: m._replace(floor=None, detached=True) for m in (FIXED[0.9], TO_99)}
+BOUNDED = {m: m._replace(min_temperature=RAISED.min_temperature) for m in (FIXED[0.9], FIXED[0.99])}
+BOUNDS = tuple(TO_99._replace(min_temperature=t) for t in (0.25, 1.0))
 
 
 def label(method: Method) -> str:
@@ -73,13 +71,14 @@ METHODS = (
     TO_99,
     *LITERAL.values(),
     LOG,
-    GIVEN,
     *EXACT.values(),
-    *STEADY.values(),
-    *RAISED.values(),
+    *GIVEN.values(),
+    RAISED,
+    *BOUNDED.values(),
+    *BOUNDS,
 )
 LABELS = {m: label(m) for m in METHODS}
-SHOWN = (FIXED[0.7], FIXED[0.9], TO_90, LITERAL[TO_90], EXACT[TO_90], STEADY[TO_99], RAISED[TO_99])
+SHOWN = (LAPRUNE, FIXED[0.9], TO_90, LITERAL[TO_90], EXACT[TO_90], GIVEN[TO_99], RAISED)
 """What the figure of the causes shows: a healthy run, collapsed ones, and remedies."""
 CAUSES = {
     "gradient": "gradient norm",
@@ -90,15 +89,16 @@ CAUSES = {
     "saturated": "saturated entries",
     "spread": "sd of a row's scores",
     "temperature": "temperature",
+    "hardness": "gamma of the mask",
     "broken": "steps without a finite gradient",
 }
 """What is measured in every step; means over an epoch."""
-DRAWN = ("gradient", "lost", "floored", "spread")
+DRAWN = ("gradient", "lost", "temperature", "hardness")
 
 
 def settings(options: Options) -> list[Setting]:
     # The collapses and what mends them first: they say most.
-    first = (TO_90, STEADY[TO_99], EXACT[TO_90], FIXED[0.9], STEADY[FIXED[0.9]], RAISED[TO_99])
+    first = (TO_90, RAISED, EXACT[TO_90], FIXED[0.9], BOUNDED[FIXED[0.9]], GIVEN[TO_99])
     return listed([*first, *(m for m in METHODS if m not in first)], options)
 
 
@@ -109,7 +109,8 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "A run without a single finite gradient in an epoch ends there; its accuracy is that of "
         "chance. Where nothing else is said the loss is -log((1 - 2e-7) p + 1e-7) of the mask's "
         "entry p; no floor: -log p of the mask; log space: -log p from barrier and temperature; t "
-        "given: the gradient does not pass through the temperature.",
+        "given: the gradient does not pass through the temperature; t ≥: a row whose gamma asks "
+        "for less has that temperature, and a softer mask.",
         "## What happens inside",
         _causes(records),
         "Means over the last epoch that was run. A wrong row without gradient: the true class is "
@@ -146,7 +147,7 @@ def _figure(records: list[Record], folder: Path, name: str) -> list[Path]:
             y = curve(records, method, key)
             axis.plot(range(1, len(y) + 1), y, label=LABELS[method], **style(i))
         axis.set(xlabel="epoch", title=title)
-        if key in ("gradient", "spread"):
+        if key in ("gradient", "temperature"):
             axis.set_yscale("log")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return save(fig, folder, f"{name}_causes")
