@@ -178,7 +178,7 @@ _BASELINES = (
         softness_meaning="entropic regularisation of the squared cost; hard top-k at 0",
         default_softness=0.1,
         max_n=10**7,
-        note="values in [0, 1] at convergence; the gradient is of the last of 200 iterations",
+        note="values in [0, 1] at convergence of its 200 iterations; differentiable once",
     ),
     Baseline(
         name="sander_pav",

@@ -37,12 +37,12 @@ def sinkhorn_topk(
 ) -> Tensor:
     """Mask from two-bin entropic optimal transport, by Sinkhorn iterations in log space.
 
-    All iterations but the last are detached and the last is differentiated. That last one ends on
-    the bins, so the mass is k after any number of iterations, while values stay within [0, 1] only
-    at convergence. There the mask is logistic, sigmoid((2 r - c)/epsilon) with c set by the mass.
+    The last iteration ends on the bins, so the mass is k after any number of them, while values
+    stay within [0, 1] only at convergence. There the mask is logistic, sigmoid((2 r - c)/epsilon)
+    with c set by the mass, and the gradient is that of this mask: no iteration is differentiated.
 
     Args:
-        scores: any shape, rows along the last dimension; gradients flow through one iteration.
+        scores: any shape, rows along the last dimension; differentiable once.
         k: budget, 0 to n. `k = 0` gives zeros and `k = n` gives ones.
         epsilon: entropic regularisation, positive.
         iterations: Sinkhorn iterations, at least 1.
@@ -60,8 +60,13 @@ def sinkhorn_topk(
         x = (2 * rows - 1) / epsilon
         with torch.no_grad():
             g = (torch.zeros_like(x[:, :1]),) * 2
-            for _ in range(iterations - 1):
-                g = _bin_potentials(_score_potentials(g, x), x, k)
-        f = _score_potentials(g, x)
-        mask = torch.exp(f + x + _bin_potentials(f, x, k)[1])
+            for _ in range(iterations):
+                f = _score_potentials(g, x)
+                g = _bin_potentials(f, x, k)
+            p = torch.exp(f + x + g[1])
+            q = (p * (1 - p)).clamp(min=0)
+            w = q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        # dp = q (dx - dc), and dc, the mean of dx weighted by q, keeps the mass.
+        slope = q * (x - (w * x).sum(-1, keepdim=True))
+        mask = p + (slope - slope.detach())
     return mask.reshape(scores.shape).to(scores.dtype)
