@@ -333,12 +333,14 @@ def test_a_study_out_of_time_goes_on_and_draws_what_is_there(tmp_path: Path) -> 
     drawn = CliRunner().invoke(cli.app, [*arguments, "--stored"])
     assert drawn.exit_code == 0, drawn.output
     text = (tmp_path / "classification_2_epochs.md").read_text()
-    assert "LaPrune, gamma 0.1 → 0.8: ACC@5 | not given |" in text  # a trial
+    assert "ACC@5, paper" in text
+    assert "difference" not in text  # not the paper's schedule
     records = load(tmp_path / "classification.jsonl")
     for record in records:
-        record["setting"]["images"] = "cifar100"
-    lines = classification.rows(records, classification.LABELS, classification.PAPER)
-    assert {x.quantity: x.paper for x in lines}["LaPrune, gamma 0.1 → 0.8: ACC@5"] == 87.4
+        record["setting"] |= {"images": "cifar100", "epochs": 200}
+        record["result"] |= {"top1": 0.74, "top5": 0.874}
+    table = classification.accuracies(records, classification.LABELS, classification.PAPER)
+    assert "| LaPrune, gamma 0.1 → 0.8 | 72.0 | 74.0 | +2.0 | 87.4 | 87.4 | +0.0 |" in table
     assert "Not run: Smooth top-k" in text
     assert len(load(tmp_path / "classification.jsonl")) == 2
 

@@ -36,7 +36,7 @@ from .harvest import cifar100
 from .image_training import Images, Recipe, Run, train_all
 from .lab import Measured, Options, Record, Setting, Study
 from .style import COLOURS, LINES, figure, save
-from .tables import Floats, Row, seeds, select, spread, stack, write
+from .tables import Floats, markdown, page, pm, seeds, select, spread, stack
 
 K = 5
 SEEDS = 2
@@ -273,23 +273,47 @@ def _checkpoint(setting: Setting, options: Options) -> Path | None:
     return options.cache / "classification" / f"{key}.safetensors"
 
 
-def rows(
+def accuracies(
     records: list[Record],
     labels: dict[Method, str],
     paper: dict[Method, tuple[float, float]],
-) -> Iterator[Row]:
-    """Two lines of a table per method that was run; trials are not put beside the paper."""
-    paper = {} if trial(records) else paper
+) -> str:
+    """A table with a line per method that was run.
+
+    The paper's numbers stand beside ours, and are compared where the schedule is the paper's.
+    """
+    compared = suffix(records) == "" and not trial(records)
+    head, lines = ["method"], []
+    for k in (1, 5):
+        head += [f"ACC@{k}, paper", f"ACC@{k}", "difference"] if compared else [f"ACC@{k}"]
+    if not compared:
+        head += ["ACC@1, paper", "ACC@5, paper"]
     for method, label in labels.items():
         some = select(records, **method._asdict())
-        for i, key in enumerate(("top1", "top5") if some else ()):
-            theirs = paper[method][i] if method in paper else None
-            yield Row(f"{label}: ACC@{(1, 5)[i]}", theirs, spread(100 * stack(some, key)), ".1f")
+        if not some:
+            continue
+        ours = [spread(100 * stack(some, key)) for key in ("top1", "top5")]
+        theirs = paper.get(method)
+        said = ["not given"] * 2 if theirs is None else [f"{x:.1f}" for x in theirs]
+        cells = [pm(x, ".1f") for x in ours]
+        if compared:
+            off = [""] * 2
+            if theirs is not None:
+                off = [f"{x.mean - y:+.1f}" for x, y in zip(ours, theirs, strict=True)]
+            lines.append([label, said[0], cells[0], off[0], said[1], cells[1], off[1]])
+        else:
+            lines.append([label, *cells, *said])
+    return markdown(head, lines)
 
 
 def trial(records: list[Record]) -> bool:
     """Whether these are of made-up images."""
     return records[0]["setting"]["images"] == "synthetic"
+
+
+def data(records: list[Record]) -> str:
+    """For the title of a table."""
+    return "a trial" if trial(records) else "CIFAR-100, ResNet-18"
 
 
 def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
@@ -300,12 +324,16 @@ def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
     count = epochs.pop()
     counts = {len(select(records, **m._asdict())) for m in labels} - {0}
     seeds_ = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    plural = "" if seeds_ == "1" else "s"
     said = (
-        f"All rows: {count} epochs (the paper: 200), {seeds_} seed(s), accuracy in per cent on the "
-        "test images after the last epoch."
+        f"All rows: {count} epochs (the paper: 200), {seeds_} seed{plural}, accuracy in per cent "
+        "on the test images after the last epoch."
     )
     if count != 200:
-        said += " A shorter schedule, the same for all rows: compare rows, not digits."
+        said += (
+            " Another schedule than the paper's, the same for all rows: compare rows with rows, "
+            "not with the paper."
+        )
     if trial(records):
         said += " A trial of the machinery on made-up images: nothing here is a result."
     precisions = sorted({r["result"]["precision"] for r in records})
@@ -356,10 +384,9 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "says log space, as -log p from barrier and temperature; t ≥ 0.5: a row whose gamma asks "
         "for less has that temperature. Every row is clipped at norm 5.",
     ]
-    title = "Pure top-5 loss, " + ("a trial" if trial(records) else "CIFAR-100, ResNet-18")
-    table = write(
-        folder, name, title, rows(records, LABELS, PAPER), [*notes(records, LABELS), *said]
-    )
+    title = f"Pure top-5 loss, {data(records)}"
+    found = accuracies(records, LABELS, PAPER)
+    table = page(folder, name, title, [found, *notes(records, LABELS), *said])
     return [*save(fig, folder, f"{name}_curves"), table]
 
 

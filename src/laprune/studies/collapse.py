@@ -16,18 +16,19 @@ from .classification import (
     LOG,
     RAISED,
     Method,
+    accuracies,
     curve,
+    data,
     listed,
     measure,
     notes,
-    rows,
     style,
     suffix,
     together,
 )
 from .lab import Options, Record, Setting, Study
 from .style import figure, save
-from .tables import markdown, select, write
+from .tables import markdown, page, select
 
 FIXED = {gamma: Method("laprune", gamma) for gamma in (0.3, 0.5, 0.7, 0.9, 0.99)}
 NO_CLIP = LAPRUNE._replace(clip=None)
@@ -78,10 +79,13 @@ METHODS = (
     *BOUNDS,
 )
 LABELS = {m: label(m) for m in METHODS}
-SHOWN = (LAPRUNE, FIXED[0.9], TO_90, LITERAL[TO_90], EXACT[TO_90], GIVEN[TO_99], RAISED)
-"""What the figure of the causes shows: a healthy run, collapsed ones, and remedies."""
+SHOWN = (LAPRUNE, TO_99, RAISED, FIXED[0.9], EXACT[FIXED[0.9]], BOUNDED[FIXED[0.9]])
+"""What the figure of the causes shows: healthy runs, collapsed ones, and what mends them."""
 CAUSES = {
+    "train_top5": "ACC@5 in training",
     "gradient": "gradient norm",
+    "largest_gradient": "largest gradient norm",
+    "clipped": "clipped steps",
     "score_gradient": "gradient in the scores, per row",
     "lost": "wrong rows without gradient",
     "floored": "rows with p below 1e-7",
@@ -92,8 +96,9 @@ CAUSES = {
     "hardness": "gamma of the mask",
     "broken": "steps without a finite gradient",
 }
-"""What is measured in every step; means over an epoch."""
-DRAWN = ("gradient", "lost", "temperature", "hardness")
+"""What is measured in every step; means over an epoch, or the largest."""
+DRAWN = ("largest_gradient", "clipped", "temperature", "hardness")
+LOGARITHMIC = ("largest_gradient", "temperature")
 
 
 def settings(options: Options) -> list[Setting]:
@@ -111,25 +116,27 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
         "entry p; no floor: -log p of the mask; log space: -log p from barrier and temperature; t "
         "given: the gradient does not pass through the temperature; t ≥: a row whose gamma asks "
         "for less has that temperature, and a softer mask.",
-        "## What happens inside",
-        _causes(records),
-        "Means over the last epoch that was run. A wrong row without gradient: the true class is "
-        "not among the first five, and the gradient of that row's loss in the scores is below "
-        "1e-3.",
+        "## What happens inside: the first epoch",
+        _causes(records, 0),
+        "## What happens inside: the last epoch that was run",
+        _causes(records, -1),
+        "Means over an epoch; norms are those before clipping. A wrong row without gradient: the "
+        "true class is not among the first five, and the gradient of that row's loss in the scores "
+        "is below 1e-3.",
     ]
-    table = write(folder, name, "Hardness and collapse", rows(records, LABELS, PAPER), said)
+    title = f"Hardness and collapse, {data(records)}"
+    table = page(folder, name, title, [accuracies(records, LABELS, PAPER), *said])
     return [*_figure(records, folder, name), table]
 
 
-def _causes(records: list[Record]) -> str:
+def _causes(records: list[Record], epoch: int) -> str:
     lines = []
     for method, text in LABELS.items():
         some = select(records, **method._asdict())
         if some:
-            last = [[r["result"]["epochs"][key][-1] for r in some] for key in CAUSES]
-            ended = [len(r["result"]["epochs"]["loss"]) for r in some]
-            lines.append([text, *(_mean(x) for x in last), f"{min(ended)}"])
-    return markdown(("method", *CAUSES.values(), "epochs"), lines)
+            found = [[r["result"]["epochs"][key][epoch] for r in some] for key in CAUSES]
+            lines.append([text, *map(_mean, found)])
+    return markdown(("method", *CAUSES.values()), lines)
 
 
 def _mean(values: list[float | None]) -> str:
@@ -147,9 +154,9 @@ def _figure(records: list[Record], folder: Path, name: str) -> list[Path]:
             y = curve(records, method, key)
             axis.plot(range(1, len(y) + 1), y, label=LABELS[method], **style(i))
         axis.set(xlabel="epoch", title=title)
-        if key in ("gradient", "temperature"):
+        if key in LOGARITHMIC:
             axis.set_yscale("log")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return save(fig, folder, f"{name}_causes")
 
 

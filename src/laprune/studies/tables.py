@@ -89,9 +89,14 @@ def write(
     """Write ``name.md``: the table quantity, paper, ours, difference, then the notes."""
     header = ("quantity", "paper", "ours (mean ± sd)", "difference")
     body = [(row.quantity, _paper(row), pm(row.ours, row.form), _difference(row)) for row in rows]
+    return page(folder, name, title, [markdown(header, body), *notes])
+
+
+def page(folder: Path, name: str, title: str, parts: Iterable[str]) -> Path:
+    """Write ``name.md``: a title, then tables and paragraphs."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.md"
-    path.write_text("\n\n".join([f"# {title}", markdown(header, body), *notes]) + "\n")
+    path.write_text("\n\n".join([f"# {title}", *parts]) + "\n")
     return path
 
 
