@@ -97,8 +97,7 @@ CAUSES = {
     "broken": "steps without a finite gradient",
 }
 """What is measured in every step; means over an epoch, or the largest."""
-DRAWN = ("largest_gradient", "clipped", "temperature", "hardness")
-LOGARITHMIC = ("largest_gradient", "temperature")
+DRAWN = ("largest_gradient", "clipped", "hardness")
 
 
 def settings(options: Options) -> list[Setting]:
@@ -146,7 +145,7 @@ def _mean(values: list[float | None]) -> str:
 
 def _figure(records: list[Record], folder: Path, name: str) -> list[Path]:
     shown = [m for m in SHOWN if select(records, **m._asdict())]
-    fig, axes = figure(1 + len(DRAWN), width=3.2)
+    fig, axes = figure(1 + len(DRAWN), width=2.8, height=3.2)
     panels: list[tuple[Any, str, str]] = [(axes[0], "top5", "ACC@5 on the test images")]
     panels += [(a, key, CAUSES[key]) for a, key in zip(axes[1:], DRAWN, strict=True)]
     for axis, key, title in panels:
@@ -154,7 +153,7 @@ def _figure(records: list[Record], folder: Path, name: str) -> list[Path]:
             y = curve(records, method, key)
             axis.plot(range(1, len(y) + 1), y, label=LABELS[method], **style(i))
         axis.set(xlabel="epoch", title=title)
-        if key in LOGARITHMIC:
+        if key == "largest_gradient":
             axis.set_yscale("log")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return save(fig, folder, f"{name}_causes")
