@@ -367,15 +367,55 @@ def test_a_compiled_kernel_is_launched_directly():
         def __getitem__(self, grid):
             return lambda *args, **_: calls.append(("compiled", grid, args)) or Compiled()
 
-    launch, kernel = cuda._Launch(8, 100, torch.float32, 0, cuda.Plan(4, 8, 4)), Kernel()
+    launch = cuda._Launch(None, 8, 100, torch.float32, 0, cuda.Plan(4, 8, 4))
+    kernel, kinds = Kernel(), (torch.float32,)
     x = torch.zeros(17)
     for scores, fixed in ((x[:16], True), (x[:16], True), (x[1:], True), (x[:16], False)):
-        launch(kernel, (scores,), 16, FIXED=fixed)
+        launch(kernel, kinds, (scores,), 16, FIXED=fixed)
     assert [kind for kind, _, _ in calls] == ["compiled", "again", "compiled", "compiled"]
     assert all(grid == (2, 1, 1) for _, grid, _ in calls)
     assert calls[0][2][1:] == calls[1][2][1:] == (16, 4, True)
     assert calls[1][2][0] == x.data_ptr()
     assert calls[3][2][1:] == (16, 4, False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_a_launch_asks_for_hooks_only_where_they_are_set(monkeypatch):
+    from triton import knobs
+    from triton.runtime import driver
+
+    calls = []
+
+    class Compiled:
+        function, packed_metadata = 7, (1, 2, 3)
+
+        def run(self, *args):
+            calls.append(args)
+
+        def __getitem__(self, grid):
+            return lambda *args: calls.append(("public", grid, args))
+
+    class Driver:
+        @staticmethod
+        def get_current_stream(index):
+            return 100 + index
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    go, seen = cuda._launcher(Compiled(), (4, 1, 1), 2), []
+    go(5, 6)
+    knobs.runtime.launch_exit_hook.add(seen.append)
+    go(5, 6)
+    knobs.runtime.launch_exit_hook.remove(seen.append)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", seen.append)
+    go(5, 6)
+    direct = (4, 1, 1, 102, 7, (1, 2, 3), None, None, None, 5, 6)
+    assert calls == [direct, ("public", (4, 1, 1), (5, 6)), ("public", (4, 1, 1), (5, 6))]
+
+    class Old:
+        def __getitem__(self, grid):
+            return grid
+
+    assert cuda._launcher(Old(), (4, 1, 1), 2) == (4, 1, 1)
 
 
 def test_serves_only_cuda():

@@ -7,7 +7,6 @@ where it cannot launch a cooperative grid, the reference serves.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import struct
@@ -107,10 +106,12 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
 class _Launch:
     """What every kernel call of a shape shares, and the kernels compiled for it."""
 
-    def __init__(self, rows: int, n: int, dtype: torch.dtype, gate: int, how: Plan) -> None:
+    def __init__(
+        self, index: int | None, rows: int, n: int, dtype: torch.dtype, gate: int, how: Plan
+    ) -> None:
         import triton.language as tl
 
-        self.how, self.rows, self.n = how, rows, n
+        self.index, self.how, self.rows, self.n = index, how, rows, n
         wide = dtype == torch.float64
         work = tl.float64 if wide else tl.float32
         width = how.unroll * how.lanes * 4
@@ -149,24 +150,63 @@ class _Launch:
         return lines, like.new_zeros(self.rows, dtype=torch.int32)
 
     def __call__(
-        self, kernel: Any, tensors: tuple[Tensor, ...], *numbers: float, **constants: Any
+        self,
+        kernel: Any,
+        kinds: tuple[torch.dtype, ...],
+        tensors: tuple[Tensor, ...],
+        *numbers: float,
+        **constants: Any,
     ) -> None:
-        """Launch. A kernel that is compiled already goes off without Triton's search for it, which
-        costs more than the kernel does; what Triton would compile anew for is in the key. It takes
-        addresses: of a tensor, Triton would ask the driver where it lies."""
-        places = [x.data_ptr() for x in tensors]
-        kinds = [x.dtype for x in tensors]
-        key = (kernel.fn, *constants.values(), *kinds, *[place % 16 == 0 for place in places])
-        compiled, values = self.compiled.get(key, (None, None))
-        with _device(tensors[0]):
-            if compiled is None:
-                constants |= self.constants
-                values = [constants[name] for name in _constants(kernel.fn)]
-                options = self.options if tensors[0].is_cuda else {}
-                run = kernel[self.grid](*tensors, *numbers, *values, **options)
-                self.compiled[key] = run, values
-            else:
-                compiled[self.grid](*places, *numbers, *values)
+        """Launch; kinds are the types of those tensors that may have another one next time.
+
+        A kernel that is compiled already goes off without Triton's search for it, which costs more
+        than the kernel does; what Triton would compile anew for is in the key. It takes addresses:
+        of a tensor, Triton would ask the driver where it lies.
+        """
+        if self.index is not None and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                self(kernel, kinds, tensors, *numbers, **constants)
+            return
+        places, bits = [x.data_ptr() for x in tensors], 0
+        for place in places:
+            bits |= place
+        odd = tuple([place % 16 == 0 for place in places]) if bits % 16 else None
+        key = (kernel.fn, kinds, odd, *constants.values())
+        known = self.compiled.get(key)
+        if known is not None:
+            go, values = known
+            go(*places, *numbers, *values)
+            return
+        constants |= self.constants
+        values = [constants[name] for name in _constants(kernel.fn)]
+        options = {} if self.index is None else self.options
+        compiled = kernel[self.grid](*tensors, *numbers, *values, **options)
+        if compiled is not None:  # the interpreter compiles nothing
+            self.compiled[key] = _launcher(compiled, self.grid, self.index), values
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int], index: int | None) -> Callable[..., Any]:
+    """``compiled[grid]`` for one device, without what Triton does at every call for hooks that
+    nobody has set, where this Triton has the parts that takes."""
+    public = compiled[grid]
+    try:
+        from triton import knobs
+        from triton.runtime import driver
+
+        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+        hooks, stream = knobs.runtime, driver.active.get_current_stream
+        _ = hooks.launch_enter_hook, hooks.launch_exit_hook
+    except (ImportError, AttributeError):
+        return public
+
+    def go(*args: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            public(*args)
+        else:
+            run(*grid, stream(index), function, packed, None, None, None, *args)
+
+    return go
 
 
 @functools.lru_cache(4096)
@@ -180,7 +220,7 @@ def _launch(
     how: Plan | None,
 ) -> _Launch:
     how = how or plan(rows, n, dtype, _processors(index), backward)
-    return _Launch(rows, n, dtype, gate, how)
+    return _Launch(index, rows, n, dtype, gate, how)
 
 
 @functools.cache
@@ -200,12 +240,6 @@ def _numbers(x: Tensor | float, like: Tensor) -> tuple[Tensor, int, int]:
         return like, -1, struct.unpack("q", struct.pack("d", x))[0]
     x = x.detach().to(torch.float64)
     return x, x.stride(0), 1 << 62
-
-
-def _device(scores: Tensor) -> contextlib.AbstractContextManager[Any]:
-    if not scores.is_cuda or scores.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(scores.device)
 
 
 def _prepare(
@@ -239,13 +273,14 @@ def solve(
         return out, state, info
     if go.how.team == 0:
         go(
-            module.solve_rows, (r, v, out, k, hardness, state, info), go.rows, go.n, s_k, s_h,
-            k_bits, h_bits, *go.tolerance, FIXED=fixed,
+            module.solve_rows, (v.dtype,), (r, v, out, k, hardness, state, info), go.rows, go.n,
+            s_k, s_h, k_bits, h_bits, *go.tolerance, FIXED=fixed,
         )  # fmt: skip
     else:
         go(
-            module.solve_long, (r, v, out, k, hardness, state, info, *go.scratch(state)), go.n,
-            go.how.team, s_k, s_h, k_bits, h_bits, *go.tolerance, go.few_tiles, FIXED=fixed,
+            module.solve_long, (v.dtype,),
+            (r, v, out, k, hardness, state, info, *go.scratch(state)), go.n, go.how.team, s_k, s_h,
+            k_bits, h_bits, *go.tolerance, go.few_tiles, FIXED=fixed,
         )  # fmt: skip
     return out, state, info
 
@@ -281,6 +316,7 @@ def vjp(
         return dscores, dvalues, dk, dhardness
     go(
         module.vjp,
+        (v.dtype, g.dtype),
         (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info, pull,
          dk, dhardness, *go.scratch(state)),
         go.rows, go.n, max(1, go.how.team), s_k, s_h, k_bits, h_bits,
