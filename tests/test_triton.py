@@ -269,11 +269,13 @@ def test_a_number_is_a_tensor_of_equal_numbers(regime):
         assert torch.equal(a, b)
     g = torch.randn(r.shape, generator=torch.Generator().manual_seed(7)).to(r)
     rest = (None, False, False, state, info, g, None, how)
-    dr, _, dk, dh = cuda.vjp(r, 7.5, 0.7, *rest)
     want_dr, _, want_dk, want_dh = cuda.vjp(r, *tensors, *rest)
-    assert torch.equal(dr, want_dr)
-    assert torch.equal(dk, want_dk)
-    assert torch.equal(dh, want_dh)
+    for k, gamma in ((7.5, 0.7), (tensors[0], 0.7), (7.5, tensors[1])):
+        dr, _, dk, dh = cuda.vjp(r, k, gamma, *rest)
+        assert torch.equal(dr, want_dr)
+        assert dk is None if isinstance(k, float) else torch.equal(dk, want_dk)
+        assert dh is None if isinstance(gamma, float) else torch.equal(dh, want_dh)
+    assert torch.equal(state, cuda.solve(r, *tensors, None, False, False, how=how)[1])
 
 
 @kernels

@@ -1493,5 +1493,8 @@ def vjp(
                 b_d += b_g * b_m
         _store(p_dx, i, n_cols, b_d, U, LANES, EVEN)
     if me == 0:
-        tl.store(p_dk + o_rows, dk)
-        tl.store(p_dh + o_rows, dh)
+        # A number that all rows share has no gradient.
+        if s_k >= 0:
+            tl.store(p_dk + o_rows, dk)
+        if s_hardness >= 0:
+            tl.store(p_dh + o_rows, dh)

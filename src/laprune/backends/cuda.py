@@ -297,8 +297,8 @@ def vjp(
     grad_out: Tensor,
     grad_state: Tensor | None,
     how: Plan | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """As :func:`reference.vjp`."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As :func:`reference.vjp`; a number has no gradient."""
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=True)
@@ -310,15 +310,16 @@ def vjp(
     pull = state if grad_state is None else grad_state.contiguous()
     dscores = torch.empty_like(r)
     dvalues = None if values is None else torch.empty_like(v)
-    dk = state.new_empty(go.rows)
-    dhardness = torch.empty_like(dk)
+    dk = None if s_k < 0 else state.new_empty(go.rows)
+    dhardness = None if s_h < 0 else state.new_empty(go.rows)
     if go.rows == 0:
         return dscores, dvalues, dk, dhardness
     go(
         module.vjp,
         (v.dtype, g.dtype),
         (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info, pull,
-         dk, dhardness, *go.scratch(state)),
+         state if dk is None else dk, state if dhardness is None else dhardness,
+         *go.scratch(state)),
         go.rows, go.n, max(1, go.how.team), s_k, s_h, k_bits, h_bits,
         FIXED=fixed, PULL=grad_state is not None,
     )  # fmt: skip
