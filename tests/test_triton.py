@@ -352,7 +352,7 @@ def test_plans_fill_their_warps():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_a_compiled_kernel_is_launched_directly():
+def test_a_compiled_kernel_is_launched_directly(monkeypatch):
     import triton.language as tl
 
     calls = []
@@ -369,7 +369,8 @@ def test_a_compiled_kernel_is_launched_directly():
         def __getitem__(self, grid):
             return lambda *args, **_: calls.append(("compiled", grid, args)) or Compiled()
 
-    launch = cuda._Launch(None, 8, 100, torch.float32, 0, cuda.Plan(4, 8, 4))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launch = cuda._Launch(0, 8, 100, torch.float32, 0, cuda.Plan(4, 8, 4))
     kernel, kinds = Kernel(), (torch.float32,)
     x = torch.zeros(17)
     for scores, fixed in ((x[:16], True), (x[:16], True), (x[1:], True), (x[:16], False)):
@@ -384,7 +385,6 @@ def test_a_compiled_kernel_is_launched_directly():
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_a_launch_asks_for_hooks_only_where_they_are_set(monkeypatch):
     from triton import knobs
-    from triton.runtime import driver
 
     calls = []
 
@@ -397,12 +397,7 @@ def test_a_launch_asks_for_hooks_only_where_they_are_set(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args: calls.append(("public", grid, args))
 
-    class Driver:
-        @staticmethod
-        def get_current_stream(index):
-            return 100 + index
-
-    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(cuda, "_stream", lambda index: 100 + index)
     go, seen = cuda._launcher(Compiled(), (4, 1, 1), 2), []
     go(5, 6)
     knobs.runtime.launch_exit_hook.add(seen.append)
@@ -418,6 +413,29 @@ def test_a_launch_asks_for_hooks_only_where_they_are_set(monkeypatch):
             return grid
 
     assert cuda._launcher(Old(), (4, 1, 1), 2) == (4, 1, 1)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_only_the_default_stream_keeps_its_scratch(monkeypatch):
+    monkeypatch.setattr(cuda, "_kept", {})
+    small, large, other = (
+        cuda._Launch(index, rows, 10**6, torch.float32, 0, cuda.Plan(1, 32, 4, team=4))
+        for index, rows in ((0, 1), (0, 2), (1, 1))
+    )
+    like = torch.zeros(3, dtype=torch.float64)
+    monkeypatch.setattr(cuda, "_stream", lambda _: 0)
+    lines, counters = small.scratch(like)
+    assert counters.dtype == torch.int32
+    assert (counters == 0).all()
+    assert small.scratch(like)[0] is lines
+    assert small.scratch(like)[1] is counters
+    assert other.scratch(like)[1] is not counters
+    more = large.scratch(like)
+    assert [x.numel() for x in more] == [2 * lines.numel(), 2 * counters.numel()]
+    assert small.scratch(like) is large.scratch(like) is more
+    monkeypatch.setattr(cuda, "_stream", lambda _: 5)
+    assert small.scratch(like)[1] is not small.scratch(like)[1]
+    assert (small.scratch(like)[1] == 0).all()
 
 
 def test_serves_only_cuda():
@@ -490,3 +508,28 @@ def test_two_streams_do_not_meet():
                 outs.append(cuda.solve(r, k, h, None, False, False)[0])
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for out in outs)
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_kernels_leave_the_scratch_they_share_as_they_found_it():
+    cases = [
+        (inputs.draw("gaussian", rows, n, dtype=torch.float32).cuda(), gamma)
+        for rows, n in ((1, 400_000), (3, 300_000), (1, 10**6))
+        for gamma in (0.9, 1.0)
+    ]
+
+    def both(r, gamma):
+        out, state, info = cuda.solve(r, 999.5, gamma, None, True, False)
+        return out, cuda.vjp(r, 999.5, gamma, None, True, False, state, info, r, None)[0]
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # with scratch of their own
+        want = [both(*case) for case in cases]
+    torch.cuda.synchronize()
+    got = [[both(*case) for case in cases] for _ in range(3)]
+    torch.cuda.synchronize()
+    for again in got:
+        for pair, wanted in zip(again, want, strict=True):
+            assert torch.equal(pair[0], wanted[0])
+            assert torch.equal(pair[1], wanted[1])

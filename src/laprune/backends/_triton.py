@@ -253,6 +253,14 @@ def _barrier(p_count, goal):
 
 
 @triton.jit
+def _leave(p_count, size):
+    """The last program to leave the team puts both its counters back to zero."""
+    if tl.atomic_add(p_count + 1, 1, sem="acq_rel") == size - 1:
+        tl.store(p_count, 0)
+        tl.store(p_count + 1, 0)
+
+
+@triton.jit
 def _shown(team, j: tl.constexpr, empty: tl.constexpr, LINES: tl.constexpr):
     """What the team shows in column j."""
     p_lines, _, size, _, meetings = team
@@ -1166,7 +1174,7 @@ def solve_long(
     base = row * n_cols
     p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
     if TEAM:
-        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row
+        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     k = _number(p_k, row, s_k, k_bits)
     hardness = _number(p_hardness, row, s_hardness, hardness_bits)
     tiles = tl.cdiv(n_cols, W).to(tl.int64)
@@ -1318,6 +1326,8 @@ def solve_long(
     if me == 0:
         _finish(p_state, p_info, row, status, passes, at, (z_sum / q_sum, p_sum / q_sum), level,
                 (threshold, share), problem[8], hardness, FIXED)  # fmt: skip
+    if TEAM:
+        _leave(p_count, size)
 
 
 @triton.jit
@@ -1393,7 +1403,7 @@ def vjp(
         me = (tl.program_id(0) % size).to(tl.int64)
         o_rows = row
         base = row * n_cols
-        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row
+        p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     else:
         me = 0
         o_rows = _my_rows(rows, ROWS)
@@ -1498,3 +1508,5 @@ def vjp(
             tl.store(p_dk + o_rows, dk)
         if s_hardness >= 0:
             tl.store(p_dh + o_rows, dh)
+    if TEAM:
+        _leave(p_count, size)

@@ -103,6 +103,21 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
     return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
 
 
+# The address of a device's current stream: 0 for the default one.
+_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+# The scratch of the devices' default streams.
+_kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def _scratch(like: Tensor, programs: int) -> tuple[Tensor, Tensor]:
+    lines = like.new_empty(programs * 2 * LINE, dtype=torch.float64)
+    return lines, like.new_zeros(programs * 2, dtype=torch.int32)
+
+
 class _Launch:
     """What every kernel call of a shape shares, and the kernels compiled for it."""
 
@@ -139,15 +154,25 @@ class _Launch:
         self.few_tiles = tiles
         if n >= VERY_LONG:
             self.few_tiles = min(tiles, -(-tiles // (COARSE * how.team)) * how.team)
-        self.grid = (rows * how.team if how.team else -(-rows // how.rows), 1, 1)
+        self.programs = rows * how.team if how.team else -(-rows // how.rows)
+        self.grid = (self.programs, 1, 1)
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Two lines per program, and a counter per row that starts at zero."""
+        """Two lines per program, and two counters per row, which start at zero.
+
+        A kernel leaves the counters at zero, as what follows on its stream wants them. The default
+        stream keeps them: it is never captured and never ends. A captured kernel may run at any
+        time, so on other streams every launch has its own.
+        """
         if not self.meets:
             return like, like
-        lines = like.new_empty((self.rows, 2, self.how.team, LINE), dtype=torch.float64)
-        return lines, like.new_zeros(self.rows, dtype=torch.int32)
+        if self.index is None or _stream(self.index) != 0:
+            return _scratch(like, self.programs)
+        kept = _kept.get(self.index)
+        if kept is None or kept[1].numel() < 2 * self.programs:
+            kept = _kept[self.index] = _scratch(like, self.programs)
+        return kept
 
     def __call__(
         self,
@@ -181,20 +206,19 @@ class _Launch:
         values = [constants[name] for name in _constants(kernel.fn)]
         options = {} if self.index is None else self.options
         compiled = kernel[self.grid](*tensors, *numbers, *values, **options)
-        if compiled is not None:  # the interpreter compiles nothing
+        if self.index is not None:  # the interpreter compiles nothing
             self.compiled[key] = _launcher(compiled, self.grid, self.index), values
 
 
-def _launcher(compiled: Any, grid: tuple[int, int, int], index: int | None) -> Callable[..., Any]:
+def _launcher(compiled: Any, grid: tuple[int, int, int], index: int) -> Callable[..., Any]:
     """``compiled[grid]`` for one device, without what Triton does at every call for hooks that
     nobody has set, where this Triton has the parts that takes."""
     public = compiled[grid]
     try:
         from triton import knobs
-        from triton.runtime import driver
 
         run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-        hooks, stream = knobs.runtime, driver.active.get_current_stream
+        hooks = knobs.runtime
         _ = hooks.launch_enter_hook, hooks.launch_exit_hook
     except (ImportError, AttributeError):
         return public
@@ -204,7 +228,7 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], index: int | None) -> C
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             public(*args)
         else:
-            run(*grid, stream(index), function, packed, None, None, None, *args)
+            run(*grid, _stream(index), function, packed, None, None, None, *args)
 
     return go
 
