@@ -38,25 +38,26 @@ def number(
 
     ``as_is``: a positive number stays one.
     """
+    # The usual types first: an abstract class takes longer to ask.
+    plain = type(x) in (float, int) or (not isinstance(x, Tensor | bool) and isinstance(x, Real))
+    if plain or isinstance(x, torch.SymInt | torch.SymFloat):
+        if not 0 <= x <= largest:
+            raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
+        if plain:
+            x = float(x)
+            if as_is and x > 0:
+                return x
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
     device, count = rows.device, rows.shape[0]
     work = torch.float32 if device.type == "mps" else torch.float64
-    if isinstance(x, Tensor):
-        if x.dtype == torch.bool or x.is_complex():
-            raise TypeError(f"{name} must be real, got {x.dtype}")
-        # A copy: a buffer may change between forward and backward.
-        x = broadcast(x.to(device, work, copy=True), shape, name)
-        return x.reshape(count)
-    # The usual types first: an abstract class takes longer to ask.
-    plain = type(x) in (float, int) or (isinstance(x, Real) and not isinstance(x, bool))
-    if not plain and not isinstance(x, torch.SymInt | torch.SymFloat):
-        raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
-    if not 0 <= x <= largest:
-        raise ValueError(f"{name} must lie in [0, {largest:g}], got {x}")
-    if plain:
-        x = float(x)
-        if as_is and x > 0:
-            return x
-    return torch.full((count,), x, dtype=work, device=device)
+    if not isinstance(x, Tensor):
+        return torch.full((count,), x, dtype=work, device=device)
+    if x.dtype == torch.bool or x.is_complex():
+        raise TypeError(f"{name} must be real, got {x.dtype}")
+    # A copy: a buffer may change between forward and backward.
+    x = broadcast(x.to(device, work, copy=True), shape, name)
+    return x.reshape(count)
 
 
 def broadcast(x: Tensor, shape: torch.Size, name: str) -> Tensor:

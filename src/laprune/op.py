@@ -35,7 +35,7 @@ def _solve(
     gated: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    on_host = scores.device.type == "cpu"
+    on_host = scores.is_cpu
     if on_host:
         _check_rows(scores.shape[-1], k, hardness, fixed)
     out, state, info = pick(scores).solve(scores, k, hardness, values, gated, fixed)
@@ -151,8 +151,11 @@ class TopK(torch.autograd.Function):
         _, state, info = output
         ctx.mark_non_differentiable(info)
         ctx.set_materialize_grads(False)
-        ctx.numbers = tuple(None if isinstance(x, Tensor) else x for x in (k, hardness))
-        k, hardness = (x if isinstance(x, Tensor) else None for x in (k, hardness))
+        ctx.k = ctx.hardness = None
+        if isinstance(k, float):
+            ctx.k, k = k, None
+        if isinstance(hardness, float):
+            ctx.hardness, hardness = hardness, None
         ctx.save_for_backward(scores, k, hardness, values, state, info)
         ctx.save_for_forward(scores, k, hardness, values, state, info)
 
@@ -194,13 +197,11 @@ def _given(
     ctx: Any, k: Tensor | None, hardness: Tensor | None, state: Tensor, as_is: bool
 ) -> tuple[Any, Any]:
     """k and the hardness of a row, of which numbers were not saved as tensors."""
-
-    def given(x: Tensor | None, number: float | None) -> Any:
-        if number is None or as_is:
-            return x if number is None else number
-        return state.new_full((len(state),), number)
-
-    return given(k, ctx.numbers[0]), given(hardness, ctx.numbers[1])
+    if k is None:
+        k = ctx.k if as_is else state.new_full((len(state),), ctx.k)
+    if hardness is None:
+        hardness = ctx.hardness if as_is else state.new_full((len(state),), ctx.hardness)
+    return k, hardness
 
 
 class _Eager(torch.autograd.Function):

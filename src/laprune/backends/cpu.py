@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def serves(scores: Tensor) -> bool:
-    return scores.device.type == "cpu" and library() is not None
+    return scores.is_cpu and library() is not None
 
 
 def _call(name: str, dtype: torch.dtype, *args: Any) -> None:

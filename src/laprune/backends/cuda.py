@@ -63,7 +63,7 @@ def _serves_device(index: int) -> bool:
 
 
 def serves(scores: Tensor) -> bool:
-    return scores.device.type == "cuda" and _serves_device(scores.device.index)
+    return scores.is_cuda and _serves_device(scores.device.index)
 
 
 @functools.cache
