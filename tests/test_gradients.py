@@ -60,6 +60,15 @@ def test_second_derivatives(f, inputs, backend: str) -> None:
     assert gradgradcheck(f, leaves(inputs), check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
+def test_second_derivatives_with_numbers(backend: str) -> None:
+    hessian = torch.autograd.functional.hessian
+    f = lambda r: laprune.soft_topk(r, 1.5, 0.6)  # noqa: E731
+    assert gradgradcheck(f, leaves((SCORES,)), check_fwd_over_rev=True)
+    of_mask = hessian(lambda r: f(r).square().sum(), SCORES)
+    of_solution = hessian(lambda r: laprune.solve(r, 1.5, 0.6).mask.square().sum(), SCORES)
+    torch.testing.assert_close(of_mask, of_solution)
+
+
 def test_derivatives_along_another_dimension_of_what_the_mask_leaves(backend: str) -> None:
     may = torch.tensor([[True], [False], [True], [True]])
     r = normal(4, 5, seed=2)

@@ -14,7 +14,7 @@ from ._arguments import check_dim, check_floating, check_gate, check_mode, maske
 from ._mesh import is_dtensor
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .op import takes_numbers, topk
+from .op import eager_mask, takes_numbers, topk
 
 
 class Solution(NamedTuple):
@@ -73,9 +73,9 @@ def soft_topk(
         return _spread().soft_topk(scores, k, gamma, dim=dim, mask=mask, mode=mode)
     check_mode(mode)
     rows = _Rows(scores, dim, mask)
-    soft, _, _ = rows.run(k, gamma, name="gamma", fixed=False)
+    soft = rows.mask(k, gamma, name="gamma", fixed=False)
     if mode == "ste":
-        hard, _, _ = rows.detached().run(k, 1.0, name="gamma", fixed=False)
+        hard = rows.detached().mask(k, 1.0, name="gamma", fixed=False)
         soft = hard.detach() + (soft - soft.detach())
     return rows.restore(soft)
 
@@ -106,7 +106,7 @@ def _solution(
 ) -> Solution:
     """:func:`solve` for either kind of hardness."""
     rows = _Rows(scores, dim, mask)
-    out, state, info = rows.run(k, hardness, name=name, fixed=name == "temperature")
+    out, state, info = rows.solve(k, hardness, name=name, fixed=name == "temperature")
     status, passes = info.unbind(-1)
     pivot, temperature = state[:, PIVOT], state[:, TEMPERATURE]
     # As plain ints: dynamo takes a comparison with an enum for False.
@@ -133,7 +133,7 @@ def lapsum_topk(
     if is_dtensor(scores):
         return _spread().lapsum_topk(scores, k, temperature, dim=dim, mask=mask)
     rows = _Rows(scores, dim, mask)
-    out, _, _ = rows.run(k, temperature, name="temperature", fixed=True)
+    out = rows.mask(k, temperature, name="temperature", fixed=True)
     return rows.restore(out)
 
 
@@ -149,7 +149,7 @@ def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None =
     if is_dtensor(scores):
         return _spread().hard_topk(scores, k, dim=dim, mask=mask)
     rows = _Rows(scores, dim, mask).detached()
-    out, _, _ = rows.run(k, 1.0, name="gamma", fixed=False)
+    out = rows.mask(k, 1.0, name="gamma", fixed=False)
     return rows.restore(out.detach())
 
 
@@ -191,7 +191,7 @@ def gated_topk(
             excluded = excluded | ~mask
         return chosen * values.masked_fill(excluded, 0.0)
     rows = _Rows(chosen_by, dim, mask)
-    out, _, _ = rows.run(k, gamma, name="gamma", fixed=False, values=own, gated=True)
+    out = rows.mask(k, gamma, name="gamma", fixed=False, values=own, gated=True)
     return rows.restore(out)
 
 
@@ -222,7 +222,7 @@ class _Rows:
         other.dim, other.shape, other.rows = self.dim, self.shape, self.rows.detach()
         return other
 
-    def run(
+    def mask(
         self,
         k: Number,
         hardness: Number,
@@ -231,12 +231,25 @@ class _Rows:
         fixed: bool,
         values: Tensor | None = None,
         gated: bool = False,
+    ) -> Tensor:
+        k, hardness, eager = self._numbers(k, hardness, name, fixed)
+        if eager:
+            return eager_mask(self.rows, k, hardness, values, gated, fixed)
+        return topk(self.rows, k, hardness, values, gated, fixed)[0]
+
+    def solve(
+        self, k: Number, hardness: Number, *, name: str, fixed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        k, hardness, _ = self._numbers(k, hardness, name, fixed)
+        return topk(self.rows, k, hardness, None, False, fixed)
+
+    def _numbers(
+        self, k: Number, hardness: Number, name: str, fixed: bool
+    ) -> tuple[Number, Number, bool]:
         shape, largest = self.shape[:-1], float("inf") if fixed else 1.0
         as_is = takes_numbers(self.rows)
         k = number(k, "k", self.shape[-1], shape, self.rows, as_is)
-        hardness = number(hardness, name, largest, shape, self.rows, as_is)
-        return topk(self.rows, k, hardness, values, gated, fixed)
+        return k, number(hardness, name, largest, shape, self.rows, as_is), as_is
 
     def restore(self, rows: Tensor) -> Tensor:
         moved = rows if len(self.shape) == 2 else rows.reshape(self.shape)

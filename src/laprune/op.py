@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .backends import INFO_SIZE, STATE_SIZE, Status, cpu, cuda, pick, reference
 
@@ -137,6 +138,20 @@ def topk(
     return function.apply(scores, k, hardness, values, gated, fixed)
 
 
+def eager_mask(
+    scores: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+) -> Tensor:
+    """What :func:`topk` returns first, for scores that it :func:`takes_numbers` for."""
+    if forward_ad._current_level >= 0:
+        return _Eager.apply(scores, k, hardness, values, gated, fixed)[0]
+    return _Mask.apply(scores, k, hardness, values, gated, fixed)
+
+
 class TopK(torch.autograd.Function):
     """``(scores, k, hardness, values, gated, fixed) -> (out, state, info)``, differentiable."""
 
@@ -147,21 +162,13 @@ class TopK(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        scores, k, hardness, values, ctx.gated, ctx.fixed = inputs
-        _, state, info = output
-        ctx.mark_non_differentiable(info)
+        ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
-        ctx.k = ctx.hardness = None
-        if isinstance(k, float):
-            ctx.k, k = k, None
-        if isinstance(hardness, float):
-            ctx.hardness, hardness = hardness, None
-        ctx.save_for_backward(scores, k, hardness, values, state, info)
-        ctx.save_for_forward(scores, k, hardness, values, state, info)
+        ctx.save_for_forward(*_save(ctx, inputs, output))
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
+        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None, alone: bool = False
     ) -> tuple[Any, ...]:
         scores, k, hardness, values, state, info = ctx.saved_tensors
         if grad_out is None:
@@ -171,6 +178,9 @@ class TopK(torch.autograd.Function):
         plain = plain and (grad_state is None or not _is_traced(grad_state))
         run = pick(scores).vjp if plain else Vjp.apply
         given_k, given_hardness = _given(ctx, k, hardness, state, plain)
+        if alone and not plain:
+            # The graph must know where the state comes from.
+            _, state, info = topk(scores, given_k, given_hardness, values, ctx.gated, ctx.fixed)
         ds, dv, dk, dh = run(
             scores, given_k, given_hardness, values, ctx.gated, ctx.fixed, state, info, grad_out,
             grad_state,
@@ -191,6 +201,21 @@ class TopK(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         flat, unflatten = _flatten(info.batch_size, in_dims, args)
         return tuple(unflatten(x) for x in TopK.apply(*flat)), (0, 0, 0)
+
+
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Save what every derivative needs; a number is no tensor."""
+    scores, k, hardness, values, ctx.gated, ctx.fixed = inputs
+    ctx.k = ctx.hardness = None
+    if isinstance(k, float):
+        ctx.k, k = k, None
+    if isinstance(hardness, float):
+        ctx.hardness, hardness = hardness, None
+    saved = scores, k, hardness, values, output[1], output[2]
+    ctx.save_for_backward(*saved)
+    return saved
 
 
 def _given(
@@ -215,6 +240,21 @@ class _Eager(torch.autograd.Function):
 
     backward = TopK.backward
     jvp = TopK.jvp
+
+
+class _Mask(torch.autograd.Function):
+    """:class:`_Eager` without state and info, which would cost more than they say, and without a
+    forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _solve(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        return TopK.backward(ctx, grad_out, None, None, alone=True)
 
 
 class Vjp(torch.autograd.Function):
