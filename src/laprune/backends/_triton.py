@@ -762,10 +762,10 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # Close enough for the step that follows to leave nothing, where few scores carry the mass.
     near_by = (tl.abs(e1) <= 1e-3) & (by_b <= 1e-3) & (by_t <= 1e-3)
     converged = budget_holds & (miss <= close) & near_by
-    # Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
-    # and the mass may err relative to k alone.
+    # Rounding may keep a solved row from the last digit: after some tries close by, twice the error
+    # passes, and the mass may err relative to k alone.
     polished += polish
-    late = (polished > 4) | (passes > 2 * PATIENCE)
+    late = (near_by & (polished > 4)) | (passes > 2 * PATIENCE)
     nearly_holds = budget_holds | (late & (off_by <= 2 * mass_tol * k.to(S)))
     converged = converged | (late & nearly_holds & (miss <= 2 * close))
     # All weight on one score, or on equal ones: a smaller t changes nothing any more.
@@ -773,14 +773,16 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     tied = pinned & nearly_holds & ((by_b <= 1e-6) | late) & (FIXED == 0)
 
     # Newton's step in log t, inside its bracket; b follows linearly in t, and its own step is in
-    # units of the new t. A short step in t means little beside a long one in b.
+    # units of the new t. A short step in t means little beside a long one in b. Where e2 hardly
+    # depends on t, a small e2 is a large error of t: close by, the step needs no steep slope.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
     steep = slope <= -0.2
     solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
     solved = solved & (steep | (tl.abs(u) <= 0.003))
     d = tl.where(slope < 0, _over(-residual, slope), tl.where(residual > 0, MAX_STEP, -MAX_STEP))
     newton = t * tl.exp(tl.minimum(tl.maximum(d, -20.0), 20.0))
-    promising = steep & (newton > t_lo) & (newton < t_hi) & (passes < PATIENCE)
+    promising = (steep & (passes < PATIENCE)) | (near_by & (slope < 0))
+    promising = promising & (newton > t_lo) & (newton < t_hi)
     may_cool = e2 != 0 if FIXED else pinned == 0
     both = (tl.abs(e1) <= 1.0) & may_cool & (solved | promising)
     fine = tl.abs(residual) <= blur
