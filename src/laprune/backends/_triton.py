@@ -776,7 +776,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # units of the new t. A short step in t means little beside a long one in b. Where e2 hardly
     # depends on t, a small e2 is a large error of t: close by, the step needs no steep slope.
     size = tl.maximum(tl.abs(e1), tl.abs(residual))
-    steep = slope <= -0.2
+    steep = slope <= -0.05
     solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
     solved = solved & (steep | (tl.abs(u) <= 0.003))
     d = tl.where(slope < 0, _over(-residual, slope), tl.where(residual > 0, MAX_STEP, -MAX_STEP))
