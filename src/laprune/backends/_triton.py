@@ -347,12 +347,11 @@ def _tile_sums(b_x, line, T: tl.constexpr):
     b_y = _y(b_x, line)
     b_w = tl.minimum(tl.abs(b_y), _max_y(T))
     b_e = tl.exp2(b_w * -1.0)
-    m_hi = b_y > 0
-    b_hi = tl.where(m_hi, b_e, 0.0)
+    b_above = tl.where(b_y > 0, 1.0, 0.0).to(T)
+    b_hi = b_above * b_e
     b_lo = b_e - b_hi
     terms = (
-        tl.where(m_hi, 1.0, 0.0).to(T), b_lo, b_hi, b_lo * b_w, b_hi * b_w, b_lo * b_e, b_hi * b_e,
-        (b_e * b_w) * b_e,
+        b_above, b_lo, b_hi, b_lo * b_w, b_hi * b_w, b_lo * b_e, b_hi * b_e, (b_e * b_w) * b_e,
     )  # fmt: skip
     return _own8(terms, T)
 
