@@ -438,6 +438,32 @@ def test_only_the_default_stream_keeps_its_scratch(monkeypatch):
     assert (small.scratch(like)[1] == 0).all()
 
 
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="Triton compiles nothing here")
+def test_a_thread_adds_its_scores_up_alone():
+    """Whatever order this Triton gives threads to dimensions in; compiled for a GPU not at hand."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernel = cuda.kernels().vjp
+    launch = cuda._Launch(None, 64, 64, torch.float32, 0, cuda.Plan(8, 4, 4))
+    constants = launch.constants | {"FIXED": False, "PULL": False}
+    wide = ("p_k", "p_hardness", "p_state", "p_pull", "p_dk", "p_dh", "p_lines")
+    kinds = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("p_info", "p_count"), "*i32")
+    kinds |= dict.fromkeys(("k_bits", "hardness_bits"), "i64")
+    signature, known, aligned = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], known[i,] = "constexpr", constants[name]
+        else:
+            signature[name] = kinds.get(name, "*fp32" if name.startswith("p_") else "i32")
+            if name.startswith("p_") or name == "n_cols":
+                aligned[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    # Eight sums over four lanes, and a few votes.
+    assert 16 <= made.asm["ptx"].count("shfl.sync") <= 32
+
+
 def test_serves_only_cuda():
     assert not cuda.serves(torch.zeros(2, 3))
 

@@ -144,7 +144,7 @@ class _Launch:
             "TEAM": self.meets,
             "LINES": _power(max(1, how.team)),
         }
-        self.options: dict[str, Any] = {"num_warps": how.warps}
+        self.options: dict[str, Any] = {"num_warps": how.warps, "enable_fp_fusion": True}
         if self.meets:
             self.options["launch_cooperative_grid"] = True
         if how.registers:
