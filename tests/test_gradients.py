@@ -80,6 +80,24 @@ def test_derivatives_along_another_dimension_of_what_the_mask_leaves(backend: st
     assert (torch.autograd.grad(f(x := leaves((r,))[0]).square().sum(), x)[0][1] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 2, 6)], ids=str)
+def test_derivatives_of_scores_of_any_shape(shape: tuple[int, ...], backend: str) -> None:
+    r, v = normal(*shape, seed=3), normal(*shape, seed=4)
+
+    def f(r: Tensor, v: Tensor) -> Tensor:
+        return laprune.gated_topk(v, 2, 0.6, scores=r)
+
+    assert gradcheck(f, leaves((r, v)), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(f, leaves((r, v)))
+    (x,) = leaves((r,))
+    want = torch.autograd.grad(3 * laprune.soft_topk(x, 2, 0.6), x, v)[0]
+    p = laprune.soft_topk(x, 2, 0.6)
+    p.mul_(3)  # it is no view that autograd would guard
+    with use(reference):
+        got = torch.autograd.grad(p, x, v)[0]
+    torch.testing.assert_close(got, want)
+
+
 class Oracle:
     """The paper's two equations and their implicit derivatives, in 60 digits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Literal, overload
 
@@ -20,19 +21,19 @@ def number(
     name: str,
     largest: float,
     shape: torch.Size,
-    rows: Tensor,
+    like: Tensor,
     as_is: Literal[False] = ...,
 ) -> Tensor: ...
 
 
 @overload
 def number(
-    x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor, as_is: bool
+    x: Number, name: str, largest: float, shape: torch.Size, like: Tensor, as_is: bool
 ) -> Tensor | float: ...
 
 
 def number(
-    x: Number, name: str, largest: float, shape: torch.Size, rows: Tensor, as_is: bool = False
+    x: Number, name: str, largest: float, shape: torch.Size, like: Tensor, as_is: bool = False
 ) -> Tensor | float:
     """A number or a tensor that broadcasts to ``shape``, as one float64 for each of the rows.
 
@@ -49,7 +50,7 @@ def number(
                 return x
     elif not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a number or a tensor, got {type(x).__name__}")
-    device, count = rows.device, rows.shape[0]
+    device, count = like.device, math.prod(shape)
     work = torch.float32 if device.type == "mps" else torch.float64
     if not isinstance(x, Tensor):
         return torch.full((count,), x, dtype=work, device=device)

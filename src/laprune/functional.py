@@ -77,7 +77,7 @@ def soft_topk(
     if mode == "ste":
         hard = rows.detached().mask(k, 1.0, name="gamma", fixed=False)
         soft = hard.detach() + (soft - soft.detach())
-    return rows.restore(soft)
+    return soft
 
 
 def solve(
@@ -114,9 +114,7 @@ def _solution(
     barrier = torch.where(status == hard, pivot, pivot + state[:, OFFSET])
     level = (status == flat[0]) | (status == flat[1]) | (status == flat[2])
     barrier = barrier.masked_fill(level, torch.nan)
-    return Solution(
-        rows.restore(out), *(rows.per_row(x) for x in (barrier, temperature, status, passes))
-    )
+    return Solution(out, *(rows.per_row(x) for x in (barrier, temperature, status, passes)))
 
 
 def lapsum_topk(
@@ -132,9 +130,7 @@ def lapsum_topk(
     """
     if is_dtensor(scores):
         return _spread().lapsum_topk(scores, k, temperature, dim=dim, mask=mask)
-    rows = _Rows(scores, dim, mask)
-    out = rows.mask(k, temperature, name="temperature", fixed=True)
-    return rows.restore(out)
+    return _Rows(scores, dim, mask).mask(k, temperature, name="temperature", fixed=True)
 
 
 def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -149,8 +145,7 @@ def hard_topk(scores: Tensor, k: Number, *, dim: int = -1, mask: Tensor | None =
     if is_dtensor(scores):
         return _spread().hard_topk(scores, k, dim=dim, mask=mask)
     rows = _Rows(scores, dim, mask).detached()
-    out = rows.mask(k, 1.0, name="gamma", fixed=False)
-    return rows.restore(out.detach())
+    return rows.mask(k, 1.0, name="gamma", fixed=False).detach()
 
 
 def gated_topk(
@@ -182,7 +177,7 @@ def gated_topk(
     own = None
     if scores is not None:
         scores = scores.to(torch.promote_types(scores.dtype, values.dtype))
-        own = _Rows(values, dim, None).rows
+        own = _Rows(values, dim, None)
     chosen_by = values if scores is None else scores
     if mode == "ste":
         chosen = soft_topk(chosen_by, k, gamma, dim=dim, mask=mask, mode="ste")
@@ -191,8 +186,7 @@ def gated_topk(
             excluded = excluded | ~mask
         return chosen * values.masked_fill(excluded, 0.0)
     rows = _Rows(chosen_by, dim, mask)
-    out = rows.mask(k, gamma, name="gamma", fixed=False, values=own, gated=True)
-    return rows.restore(out)
+    return rows.mask(k, gamma, name="gamma", fixed=False, values=own, gated=True)
 
 
 def _spread() -> ModuleType:
@@ -202,7 +196,7 @@ def _spread() -> ModuleType:
 
 
 class _Rows:
-    """Scores as contiguous rows (rows, n), with ineligible entries at ``-inf``."""
+    """Scores as rows along the last dimension, with ineligible entries at ``-inf``."""
 
     def __init__(self, scores: Tensor, dim: int, mask: Tensor | None) -> None:
         check_floating(scores, "scores")
@@ -212,15 +206,18 @@ class _Rows:
         scores = masked(scores, mask)
         # On a GPU every call counts: those that would change nothing are left out.
         self.dim = -1 if dim == scores.dim() - 1 else dim
-        moved = scores if self.dim == -1 else scores.movedim(dim, -1)
-        self.shape = moved.shape
-        rows = moved if moved.dim() == 2 else moved.reshape(-1, moved.shape[-1])
-        self.rows = rows.contiguous()
+        self.scores = scores if self.dim == -1 else scores.movedim(dim, -1)
+        self.shape = self.scores.shape
 
     def detached(self) -> _Rows:
         other = object.__new__(_Rows)
-        other.dim, other.shape, other.rows = self.dim, self.shape, self.rows.detach()
+        other.dim, other.shape, other.scores = self.dim, self.shape, self.scores.detach()
         return other
+
+    def flat(self) -> Tensor:
+        """As contiguous rows (rows, n)."""
+        rows = self.scores
+        return (rows if rows.dim() == 2 else rows.reshape(-1, self.shape[-1])).contiguous()
 
     def mask(
         self,
@@ -229,30 +226,35 @@ class _Rows:
         *,
         name: str,
         fixed: bool,
-        values: Tensor | None = None,
+        values: _Rows | None = None,
         gated: bool = False,
     ) -> Tensor:
         k, hardness, eager = self._numbers(k, hardness, name, fixed)
         if eager:
-            return eager_mask(self.rows, k, hardness, values, gated, fixed)
-        return topk(self.rows, k, hardness, values, gated, fixed)[0]
+            own = None if values is None else values.scores
+            out = eager_mask(self.scores, k, hardness, own, gated, fixed)
+        else:
+            own = None if values is None else values.flat()
+            out = topk(self.flat(), k, hardness, own, gated, fixed)[0]
+        return self.restore(out)
 
     def solve(
         self, k: Number, hardness: Number, *, name: str, fixed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         k, hardness, _ = self._numbers(k, hardness, name, fixed)
-        return topk(self.rows, k, hardness, None, False, fixed)
+        out, state, info = topk(self.flat(), k, hardness, None, False, fixed)
+        return self.restore(out), state, info
 
     def _numbers(
         self, k: Number, hardness: Number, name: str, fixed: bool
     ) -> tuple[Number, Number, bool]:
         shape, largest = self.shape[:-1], float("inf") if fixed else 1.0
-        as_is = takes_numbers(self.rows)
-        k = number(k, "k", self.shape[-1], shape, self.rows, as_is)
-        return k, number(hardness, name, largest, shape, self.rows, as_is), as_is
+        as_is = takes_numbers(self.scores)
+        k = number(k, "k", self.shape[-1], shape, self.scores, as_is)
+        return k, number(hardness, name, largest, shape, self.scores, as_is), as_is
 
-    def restore(self, rows: Tensor) -> Tensor:
-        moved = rows if len(self.shape) == 2 else rows.reshape(self.shape)
+    def restore(self, out: Tensor) -> Tensor:
+        moved = out if out.dim() == len(self.shape) else out.reshape(self.shape)
         return moved if self.dim == -1 else moved.movedim(-1, self.dim)
 
     def per_row(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -146,10 +146,19 @@ def eager_mask(
     gated: bool,
     fixed: bool,
 ) -> Tensor:
-    """What :func:`topk` returns first, for scores that it :func:`takes_numbers` for."""
+    """The mask of scores ``(..., n)`` for which numbers are numbers (:func:`takes_numbers`)."""
     if forward_ad._current_level >= 0:
-        return _Eager.apply(scores, k, hardness, values, gated, fixed)[0]
+        out = _Eager.apply(_rows(scores), k, hardness, _rows(values), gated, fixed)[0]
+        return out.reshape(scores.shape)
     return _Mask.apply(scores, k, hardness, values, gated, fixed)
+
+
+@overload
+def _rows(x: Tensor) -> Tensor: ...
+@overload
+def _rows(x: None) -> None: ...
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 class TopK(torch.autograd.Function):
@@ -168,7 +177,7 @@ class TopK(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None, alone: bool = False
+        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
     ) -> tuple[Any, ...]:
         scores, k, hardness, values, state, info = ctx.saved_tensors
         if grad_out is None:
@@ -178,9 +187,6 @@ class TopK(torch.autograd.Function):
         plain = plain and (grad_state is None or not _is_traced(grad_state))
         run = pick(scores).vjp if plain else Vjp.apply
         given_k, given_hardness = _given(ctx, k, hardness, state, plain)
-        if alone and not plain:
-            # The graph must know where the state comes from.
-            _, state, info = topk(scores, given_k, given_hardness, values, ctx.gated, ctx.fixed)
         ds, dv, dk, dh = run(
             scores, given_k, given_hardness, values, ctx.gated, ctx.fixed, state, info, grad_out,
             grad_state,
@@ -243,8 +249,8 @@ class _Eager(torch.autograd.Function):
 
 
 class _Mask(torch.autograd.Function):
-    """:class:`_Eager` without state and info, which would cost more than they say, and without a
-    forward mode."""
+    """:class:`_Eager` without state and info, and without a forward mode. Scores have any shape: to
+    autograd, making rows of them is work."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -254,7 +260,22 @@ class _Mask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        return TopK.backward(ctx, grad_out, None, None, alone=True)
+        scores, k, hardness, values, state, info = ctx.saved_tensors
+        backend = pick(scores)
+        if backend is reference or torch.is_grad_enabled() or _is_traced(grad_out):
+            # The graph must know where the state comes from.
+            given = (_rows(scores), *_given(ctx, k, hardness, state, as_is=False), _rows(values))
+            _, state, info = topk(*given, ctx.gated, ctx.fixed)
+            ds, dv, dk, dh = Vjp.apply(
+                *given, ctx.gated, ctx.fixed, state, info, _rows(grad_out), None
+            )
+            ds, dv = ds.reshape(scores.shape), None if values is None else dv.reshape(scores.shape)
+        else:
+            ds, dv, dk, dh = backend.vjp(
+                scores, *_given(ctx, k, hardness, state, as_is=True), values, ctx.gated, ctx.fixed,
+                state, info, grad_out, None,
+            )  # fmt: skip
+        return ds, None if k is None else dk, None if hardness is None else dh, dv, None, None
 
 
 class Vjp(torch.autograd.Function):

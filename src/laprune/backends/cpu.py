@@ -66,12 +66,17 @@ def _each(x: Tensor | float, rows: int) -> Tensor:
     return torch.full((rows,), x, dtype=torch.float64, device="cpu")
 
 
+def _count(scores: Tensor) -> int:
+    """How many rows there are."""
+    return scores.numel() // scores.shape[-1]
+
+
 def _work_dtype(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
 def _sizes(scores: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_int64(scores.shape[0]), ctypes.c_int64(scores.shape[1])
+    return ctypes.c_int64(_count(scores)), ctypes.c_int64(scores.shape[-1])
 
 
 def solve(
@@ -82,14 +87,14 @@ def solve(
     gated: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`reference.solve`; k and hardness may be numbers."""
-    work = _work_dtype(scores)
+    """As :func:`reference.solve`, for scores ``(..., n)``; k and hardness may be numbers."""
+    work, rows = _work_dtype(scores), _count(scores)
     r = _plain(scores, work)
     v = (r if values is None else _plain(values, work)) if gated else None
-    k, hardness = _each(k, len(r)), _each(hardness, len(r))
+    k, hardness = _each(k, rows), _each(hardness, rows)
     out = _empty(r)
-    state = r.new_empty(len(r), STATE_SIZE, dtype=torch.float64)
-    info = r.new_empty(len(r), INFO_SIZE, dtype=torch.int32)
+    state = r.new_empty(rows, STATE_SIZE, dtype=torch.float64)
+    info = r.new_empty(rows, INFO_SIZE, dtype=torch.int32)
     _call(
         "solve", work, *map(_pointer, (r, v, out)), *_sizes(r), *map(_pointer, (k, hardness)),
         ctypes.c_int(fixed), *map(_pointer, (state, info)),
@@ -109,11 +114,11 @@ def vjp(
     grad_out: Tensor,
     grad_state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """As :func:`reference.vjp`."""
-    work = _work_dtype(scores)
+    """As :func:`reference.vjp`, for scores ``(..., n)``."""
+    work, rows = _work_dtype(scores), _count(scores)
     r, g = _plain(scores, work), _plain(grad_out, work)
     v = (r if values is None else _plain(values, work)) if gated else None
-    k, hardness = _each(k, len(r)), _each(hardness, len(r))
+    k, hardness = _each(k, rows), _each(hardness, rows)
     state, info = state.detach().contiguous(), info.contiguous()
     cotangent = None if grad_state is None else _plain(grad_state, torch.float64)
     dscores = _empty(r)

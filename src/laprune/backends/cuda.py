@@ -270,7 +270,8 @@ def _prepare(
     scores: Tensor, values: Tensor | None, gated: bool, how: Plan | None, backward: bool
 ) -> _Launch:
     gate = 0 if not gated else 2 if values is None else 1
-    return _launch(scores.device.index, *scores.shape, scores.dtype, gate, backward, how)
+    n = scores.shape[-1]
+    return _launch(scores.device.index, scores.numel() // n, n, scores.dtype, gate, backward, how)
 
 
 def solve(
@@ -282,7 +283,8 @@ def solve(
     fixed: bool,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`reference.solve`; k and hardness may be numbers, but for zero."""
+    """As :func:`reference.solve`, for scores ``(..., n)``; k and hardness may be numbers, but for
+    zero."""
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=False)
@@ -322,7 +324,7 @@ def vjp(
     grad_state: Tensor | None,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`reference.vjp`; a number has no gradient."""
+    """As :func:`reference.vjp`, for scores ``(..., n)``; a number has no gradient."""
     module = kernels()
     assert module is not None
     go = _prepare(scores, values, gated, how, backward=True)
