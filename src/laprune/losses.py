@@ -51,7 +51,9 @@ def topk_cross_entropy(
         k: how many guesses are allowed.
         gamma: hardness of the mask, as in :func:`laprune.soft_topk`.
         temperature: or its temperature, as in :func:`laprune.lapsum_topk`.
-        min_temperature: with gamma: rows whose temperature would be lower take this one.
+        min_temperature: with gamma: rows whose temperature would be lower take this one, so that
+            masks harden no faster than the scores grow apart. Near the hard end training from
+            scratch needs it.
         detach_temperature: with gamma: the gradient takes each row's temperature as given. Its
             absolute values then sum to at most 2/t; through the temperature they have no such
             bound, and grow without one as gamma nears 1.
