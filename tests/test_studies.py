@@ -81,8 +81,11 @@ def test_study_runs_resumes_and_draws(
 def test_what_is_on_file_is_drawn_whole_wherever_it_was_measured(name: str, tmp_path: Path) -> None:
     shutil.copy(RESULTS / f"{name}.jsonl", tmp_path)
     arguments = ["reproduce", name, "--stored", "--device", "cpu", "--results", str(tmp_path)]
-    outcome = CliRunner().invoke(cli.app, arguments)
-    assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
+    schedules = {r["setting"].get("epochs") for r in load(RESULTS / f"{name}.jsonl")}
+    for epochs in schedules:
+        given = ["--epochs", str(epochs)] if len(schedules) > 1 else []
+        outcome = CliRunner().invoke(cli.app, [*arguments, *given])
+        assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
     drawn = {p.name for p in tmp_path.iterdir()}
     assert drawn == {p.name for p in RESULTS.glob(f"{name}*")}
     for page in tmp_path.glob("*.md"):
