@@ -39,7 +39,8 @@ BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of
 MOSTLY = tl.constexpr(2)  # EVEN: all tiles but the last are whole
 COLUMNS = tl.constexpr(16)  # numbers a program shows its team
 # Threads go to the last dimensions first, before Triton 3.7 to the first ones; U, which is to stay
-# in registers, stands where none are left for it: tiles are [U, ROWS, LANES, 4], or reversed.
+# in registers, stands where none are left for it: tiles are [U, ROWS, LANES, 4], or, there,
+# [LANES, ROWS, U, 4].
 U_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 # The interpreter has no libdevice.
 COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")

@@ -46,7 +46,7 @@ def _pointer(x: Tensor | None) -> ctypes.c_void_p:
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Something to read from; short rows take no longer than a call that changes nothing."""
+    """For reading. On short rows, calls that change nothing would be a good part of the time."""
     if x.dtype == dtype and x.is_contiguous():
         return x
     return x.detach().to(dtype).contiguous()
