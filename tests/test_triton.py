@@ -11,12 +11,14 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from conftest import no_waiting
 from torch.autograd import forward_ad
 
+import laprune
 from laprune.backends import Status, cuda, reference, use
 from laprune.backends import pieces as in_pieces
 from laprune.backends._contract import OFFSET, TEMPERATURE
@@ -302,6 +304,70 @@ def test_numbers_have_every_derivative_that_tensors_have():
 
 
 @kernels
+@pytest.mark.parametrize("function", ["soft", "lapsum", "gated"])
+def test_the_way_of_most_calls_leads_where_the_others_do(function):
+    f = {
+        "soft": lambda r, k: laprune.soft_topk(r, k, 0.7),
+        "lapsum": lambda r, k: laprune.lapsum_topk(r, k, 0.3),
+        "gated": lambda r, k: laprune.gated_topk(r, k, 0.7),
+    }[function]
+    generator = torch.Generator().manual_seed(7)
+    wide = inputs.draw("gaussian", 6, 61, dtype=torch.float64).to(DEVICE)
+    for scores in (
+        wide[0, 1:],  # on a GPU, not at a multiple of 16 bytes
+        wide[:, :60].reshape(2, 3, 60),
+        wide.T.contiguous().T,
+    ):
+        g, v = torch.randn(2, *scores.shape, dtype=torch.float64, generator=generator).to(DEVICE)
+        found = []
+        rows = scores.shape[:-1]
+        # A tensor of equal numbers goes the usual way.
+        for backend, k in (
+            (cuda, 7),
+            (cuda, torch.full(rows, 7.0, dtype=torch.float64, device=DEVICE)),
+            (reference, 7),
+        ):
+            r = scores.detach().requires_grad_()
+            with use(backend):
+                out = f(r, k)
+                (plain,) = torch.autograd.grad(out, r, g, retain_graph=True)
+                (spread,) = torch.autograd.grad(out, r, g[..., :1].expand_as(g), retain_graph=True)
+                (batched,) = torch.autograd.grad(
+                    out, r, torch.stack((g, v)), retain_graph=True, is_grads_batched=True
+                )
+                (first,) = torch.autograd.grad(out, r, g, create_graph=True)
+                (second,) = torch.autograd.grad(first, r, v)
+            assert out.shape == plain.shape == scores.shape
+            found.append([out, plain, spread, batched, first, second])
+        assert "_Plain" in found[0][0].grad_fn.name()
+        for ours, usual, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, usual, atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(ours, theirs, atol=2e-8, rtol=1e-6)
+
+
+@kernels
+def test_what_most_calls_are_not_given_goes_the_usual_way():
+    r = inputs.draw("gaussian", 2, 30, dtype=torch.float32).to(DEVICE)
+    with use(cuda):
+        want = laprune.soft_topk(r, 7, 0.7)
+        kept = []
+        torch.func.grad(lambda x: kept.append(x) or x.sum())(r)  # a wrapper nobody needs any more
+        assert torch.equal(laprune.soft_topk(kept[0], 7, 0.7), want)
+        assert torch.equal(torch.func.vmap(lambda x: laprune.soft_topk(x, 7, 0.7))(r), want)
+        with pytest.raises(ValueError, match="k must lie"):
+            laprune.soft_topk(r, 31, 0.7)
+        with pytest.raises(ValueError, match="gamma must lie"):
+            laprune.soft_topk(r, 7, math.nan)
+        with pytest.raises(TypeError, match="k must be a number"):
+            laprune.soft_topk(r, True, 0.7)
+        with pytest.raises(TypeError, match="dim must be an int"):
+            laprune.soft_topk(r, 7, 0.7, dim=-1.0)
+        with pytest.raises(ValueError, match="no entries"):
+            laprune.soft_topk(r[:, :0], 0.0, 0.7)
+        assert laprune.soft_topk(r[:0], 7, 0.7).shape == (0, 30)
+
+
+@kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types(dtype):
     r, k, h = families(["gaussian", "uniform", "relu"], 100, dtype)
@@ -369,7 +435,7 @@ def test_a_compiled_kernel_is_launched_directly(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **_: calls.append(("compiled", grid, args)) or Compiled()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "_current", lambda: 0)
     launch = cuda._Launch(0, 8, 100, torch.float32, 0, cuda.Plan(4, 8, 4))
     kernel, kinds = Kernel(), (torch.float32,)
     x = torch.zeros(17)
@@ -380,6 +446,63 @@ def test_a_compiled_kernel_is_launched_directly(monkeypatch):
     assert calls[0][2][1:] == calls[1][2][1:] == (16, 4, True)
     assert calls[1][2][0] == x.data_ptr()
     assert calls[3][2][1:] == (16, 4, False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("n", [1000, 20_000])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_routine_launches_again_what_was_launched_before(n, fixed, gated, monkeypatch):
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append((grid, args))
+
+    class Kernel:
+        def __init__(self, kernel):
+            self.fn = kernel.fn
+
+        def __getitem__(self, grid):
+            def first(*args, **_):
+                places = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
+                calls.append((grid, tuple(places)))
+                return Compiled()
+
+            return first
+
+    module = cuda.kernels()
+    if module is None:
+        pytest.skip("Triton cannot serve")
+    names = ("solve_rows", "solve_long", "vjp")
+    fake = types.SimpleNamespace(**{name: Kernel(getattr(module, name)) for name in names})
+    monkeypatch.setattr(cuda, "kernels", lambda: fake)
+    monkeypatch.setattr(cuda, "_current", lambda: 0)
+    monkeypatch.setattr(cuda, "_stream", lambda _: 0)
+    monkeypatch.setattr(cuda, "_processors", lambda _: 132)
+    monkeypatch.setattr(cuda, "_kept", {})
+    cuda._launch.cache_clear()
+    routine = cuda.Routine(0, torch.Size((1, n)), torch.float32, 2 if gated else 0)
+    r, g = torch.zeros(2, 1, n)
+    for _ in range(2):
+        out, state = routine.solve(r, 7, 0.7, fixed)
+        assert routine.vjp(r, 7, 0.7, fixed, state, g).shape == out.shape == r.shape
+    cuda._launch.cache_clear()
+    for (grid, one), (grid_again, other), pointers in zip(
+        calls[:2], calls[2:], (7 + 2 * (n > 4096), 14), strict=True
+    ):
+        assert grid == grid_again
+        assert one[pointers:] == other[pointers:]
+        state_at = 5 if pointers < 14 else 7
+        for places in (one[:pointers], other[:pointers]):
+            assert places[0] == places[1] == r.data_ptr()
+            info = places[state_at + 1]
+            assert info - places[state_at] == 48
+            assert info % 16 == 0
+        # The same addresses are equal.
+        same = [[x.index(place) for place in x] for x in (one[:pointers], other[:pointers])]
+        assert same[0] == same[1]
+    assert calls[0][1][0] == r.data_ptr()
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

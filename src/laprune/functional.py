@@ -14,7 +14,7 @@ from ._arguments import check_dim, check_floating, check_gate, check_mode, maske
 from ._mesh import is_dtensor
 from .backends import Status
 from .backends._contract import OFFSET, PIVOT, TEMPERATURE
-from .op import eager_mask, takes_numbers, topk
+from .op import eager_mask, plain_mask, takes_numbers, topk
 
 
 class Solution(NamedTuple):
@@ -69,6 +69,10 @@ def soft_topk(
         endpoints, where ties allow no more hardness and on constant rows the gradient of the scores
         is zero; a row with NaN or ``+inf`` is NaN. :func:`solve` reports which case a row was.
     """
+    if mode == "soft" and _is_usual(dim, mask):
+        out = plain_mask(scores, k, gamma, gated=False, fixed=False)
+        if out is not None:
+            return out
     if is_dtensor(scores):
         return _spread().soft_topk(scores, k, gamma, dim=dim, mask=mask, mode=mode)
     check_mode(mode)
@@ -128,6 +132,10 @@ def lapsum_topk(
     Arguments as in :func:`soft_topk`; differentiable in scores, k and temperature. Temperature 0 is
     the hard mask, an infinite one the uniform mask.
     """
+    if _is_usual(dim, mask):
+        out = plain_mask(scores, k, temperature, gated=False, fixed=True)
+        if out is not None:
+            return out
     if is_dtensor(scores):
         return _spread().lapsum_topk(scores, k, temperature, dim=dim, mask=mask)
     return _Rows(scores, dim, mask).mask(k, temperature, name="temperature", fixed=True)
@@ -170,6 +178,10 @@ def gated_topk(
     Other arguments as in :func:`soft_topk`. Backward keeps the values, the scores if they differ,
     and five numbers per row.
     """
+    if scores is None and mode == "soft" and _is_usual(dim, mask):
+        out = plain_mask(values, k, gamma, gated=True, fixed=False)
+        if out is not None:
+            return out
     if is_dtensor(values) or is_dtensor(scores):
         return _spread().gated_topk(values, k, gamma, scores=scores, dim=dim, mask=mask, mode=mode)
     check_mode(mode)
@@ -187,6 +199,11 @@ def gated_topk(
         return chosen * values.masked_fill(excluded, 0.0)
     rows = _Rows(chosen_by, dim, mask)
     return rows.mask(k, gamma, name="gamma", fixed=False, values=own, gated=True)
+
+
+def _is_usual(dim: int, mask: Tensor | None) -> bool:
+    """Whether scores are rows as they are."""
+    return mask is None and type(dim) is int and dim == -1
 
 
 def _spread() -> ModuleType:

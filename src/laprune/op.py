@@ -15,6 +15,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 from torch.autograd import forward_ad
 
 from .backends import INFO_SIZE, STATE_SIZE, Status, cpu, cuda, pick, reference
@@ -78,23 +80,24 @@ def _(scores, k, hardness, values, gated, fixed, state, info, grad_out, grad_sta
     return torch.empty_like(scores), dvalues, torch.empty_like(k), torch.empty_like(hardness)
 
 
+_TYPES = (Tensor, torch.nn.Parameter)
+
+
 def _is_traced(scores: Tensor) -> bool:
     """Whether anything but plain eager execution sees these scores."""
     return (
-        type(scores) not in (Tensor, torch.nn.Parameter)
+        torch.compiler.is_compiling()
+        or type(scores) not in _TYPES
         or scores.is_meta
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.is_legacy_batchedtensor(scores)  # is_grads_batched
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or is_legacy_batchedtensor(scores)  # is_grads_batched
     )
 
 
 def takes_numbers(scores: Tensor) -> bool:
     """Whether k and the hardness of these scores may be numbers: the backend needs no tensors."""
-    return (
-        not torch.compiler.is_compiling() and pick(scores) in (cpu, cuda) and not _is_traced(scores)
-    )
+    return not _is_traced(scores) and pick(scores) in (cpu, cuda)
 
 
 def _check_rows(n: int, k: Tensor | float, hardness: Tensor | float, fixed: bool) -> None:
@@ -151,6 +154,27 @@ def eager_mask(
         out = _Eager.apply(_rows(scores), k, hardness, _rows(values), gated, fixed)[0]
         return out.reshape(scores.shape)
     return _Mask.apply(scores, k, hardness, values, gated, fixed)
+
+
+def plain_mask(
+    scores: Tensor, k: Tensor | float, hardness: Tensor | float, gated: bool, fixed: bool
+) -> Tensor | None:
+    """:func:`eager_mask` of what a :class:`cuda.Routine` serves; None for all else.
+
+    Nothing is checked that would have to be said: what is wrong here, the usual way refuses.
+    """
+    if (
+        _is_traced(scores)
+        or type(k) not in (float, int)
+        or type(hardness) not in (float, int)
+        or forward_ad._current_level >= 0
+        or pick(scores) is not cuda
+    ):
+        return None
+    routine = cuda.routine(scores.device.index, scores.shape, scores.dtype, gated)
+    if routine is None or not (0 < k <= routine.n and 0 < hardness <= (torch.inf if fixed else 1)):
+        return None
+    return _plain(unwrap_if_dead(scores), (routine, k, hardness, gated, fixed))
 
 
 @overload
@@ -263,19 +287,57 @@ class _Mask(torch.autograd.Function):
         scores, k, hardness, values, state, info = ctx.saved_tensors
         backend = pick(scores)
         if backend is reference or torch.is_grad_enabled() or _is_traced(grad_out):
-            # The graph must know where the state comes from.
-            given = (_rows(scores), *_given(ctx, k, hardness, state, as_is=False), _rows(values))
-            _, state, info = topk(*given, ctx.gated, ctx.fixed)
-            ds, dv, dk, dh = Vjp.apply(
-                *given, ctx.gated, ctx.fixed, state, info, _rows(grad_out), None
-            )
-            ds, dv = ds.reshape(scores.shape), None if values is None else dv.reshape(scores.shape)
+            given = _given(ctx, k, hardness, state, as_is=False)
+            ds, dv, dk, dh = _pull(scores, *given, values, ctx.gated, ctx.fixed, grad_out)
         else:
             ds, dv, dk, dh = backend.vjp(
                 scores, *_given(ctx, k, hardness, state, as_is=True), values, ctx.gated, ctx.fixed,
                 state, info, grad_out, None,
             )  # fmt: skip
         return ds, None if k is None else dk, None if hardness is None else dh, dv, None, None
+
+
+class _Plain(torch.autograd.Function):
+    """:class:`_Mask` as a :class:`cuda.Routine` finds it: ``(scores, call) -> out``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, call: tuple[cuda.Routine, float, float, bool, bool]
+    ) -> Tensor:
+        routine, k, hardness, _, fixed = call
+        out, state = routine.solve(scores, k, hardness, fixed)
+        ctx.save_for_backward(scores, state)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+        scores, state = ctx.saved_tensors
+        routine, k, hardness, gated, fixed = ctx.call
+        if torch.is_grad_enabled() or _is_traced(grad_out):
+            k, hardness = (state.new_full((routine.rows,), x) for x in (k, hardness))
+            return _pull(scores, k, hardness, None, gated, fixed, grad_out)[0], None
+        return routine.vjp(scores, k, hardness, fixed, state, grad_out), None
+
+
+# Without what a function does at every call for functorch, which is not there.
+_plain: Any = super(torch.autograd.Function, _Plain).apply
+
+
+def _pull(
+    scores: Tensor,
+    k: Tensor,
+    hardness: Tensor,
+    values: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    grad_out: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The gradient of a mask, with a graph of its own: it must know where the state comes from."""
+    given = (_rows(scores), k, hardness, _rows(values), gated, fixed)
+    _, state, info = topk(*given)
+    ds, dv, dk, dh = Vjp.apply(*given, state, info, _rows(grad_out), None)
+    return ds.reshape(scores.shape), None if values is None else dv.reshape(scores.shape), dk, dh
 
 
 class Vjp(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import struct
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +24,7 @@ from .reference import TOLERANCE
 SHORT = 1 << 15  # longest row that one program solves while there are rows enough
 COARSE = 8  # a very long row reads one tile in so many, and one per program, before all of itself
 VERY_LONG = 1 << 22
+KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LINE = 16  # numbers a program shows its team
 
 
@@ -109,6 +111,8 @@ _stream: Callable[[int], int] = getattr(
     "_cuda_getCurrentRawStream",
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
+# As torch.cuda.current_device, which first asks whether there is CUDA at all.
+_current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # The scratch of the devices' default streams.
 _kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -188,7 +192,7 @@ class _Launch:
         than the kernel does; what Triton would compile anew for is in the key. It takes addresses:
         of a tensor, Triton would ask the driver where it lies.
         """
-        if self.index is not None and self.index != torch.cuda.current_device():
+        if self.index is not None and self.index != _current():
             with torch.cuda.device(self.index):
                 self(kernel, kinds, tensors, *numbers, **constants)
             return
@@ -208,6 +212,17 @@ class _Launch:
         compiled = kernel[self.grid](*tensors, *numbers, *values, **options)
         if self.index is not None:  # the interpreter compiles nothing
             self.compiled[key] = _launcher(compiled, self.grid, self.index), values
+
+    def again(
+        self, key: tuple[Any, ...], places: tuple[int, ...], numbers: tuple[Any, ...]
+    ) -> bool:
+        """Launch at these addresses, multiples of 16, what was launched before; whether it was."""
+        known = self.compiled.get(key)
+        if known is None or self.index != _current():
+            return False
+        go, values = known
+        go(*places, *numbers, *values)
+        return True
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int], index: int) -> Callable[..., Any]:
@@ -254,14 +269,22 @@ def _constants(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
 
 
+_pack, _unpack = struct.Struct("dd").pack, struct.Struct("qq").unpack
+
+
+def _bits(x: float, y: float) -> tuple[Any, ...]:
+    """The bits of two float64: Triton knows no such arguments, but integers."""
+    return _unpack(_pack(x, y))
+
+
 def _numbers(x: Tensor | float, like: Tensor) -> tuple[Tensor, int, int]:
     """One float64 per row, its stride, and the bits of one that is the same for all rows.
 
-    A number of Python's needs no tensor, which would take a kernel to fill. Triton knows no float64
-    arguments, but integers; all that come here have 64 bits.
+    A number of Python's needs no tensor, which would take a kernel to fill. All integers that come
+    here have 64 bits.
     """
     if isinstance(x, float):
-        return like, -1, struct.unpack("q", struct.pack("d", x))[0]
+        return like, -1, _bits(x, 0.0)[0]
     x = x.detach().to(torch.float64)
     return x, x.stride(0), 1 << 62
 
@@ -285,18 +308,32 @@ def solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`reference.solve`, for scores ``(..., n)``; k and hardness may be numbers, but for
     zero."""
-    module = kernels()
-    assert module is not None
     go = _prepare(scores, values, gated, how, backward=False)
     r = scores.contiguous()
     v = r if values is None else values.contiguous()
     out = torch.empty_like(r)
     state = r.new_empty((go.rows, STATE_SIZE), dtype=torch.float64)
+    info = r.new_empty((go.rows, INFO_SIZE), dtype=torch.int32)
+    if go.rows > 0:
+        _launch_solve(go, r, v, out, k, hardness, state, info, fixed)
+    return out, state, info
+
+
+def _launch_solve(
+    go: _Launch,
+    r: Tensor,
+    v: Tensor,
+    out: Tensor,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    state: Tensor,
+    info: Tensor,
+    fixed: bool,
+) -> None:
+    module = kernels()
+    assert module is not None
     k, s_k, k_bits = _numbers(k, state)
     hardness, s_h, h_bits = _numbers(hardness, state)
-    info = r.new_empty((go.rows, INFO_SIZE), dtype=torch.int32)
-    if go.rows == 0:
-        return out, state, info
     if go.how.team == 0:
         go(
             module.solve_rows, (v.dtype,), (r, v, out, k, hardness, state, info), go.rows, go.n,
@@ -308,7 +345,6 @@ def solve(
             (r, v, out, k, hardness, state, info, *go.scratch(state)), go.n, go.how.team, s_k, s_h,
             k_bits, h_bits, *go.tolerance, go.few_tiles, FIXED=fixed,
         )  # fmt: skip
-    return out, state, info
 
 
 def vjp(
@@ -325,28 +361,132 @@ def vjp(
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`reference.vjp`, for scores ``(..., n)``; a number has no gradient."""
-    module = kernels()
-    assert module is not None
     go = _prepare(scores, values, gated, how, backward=True)
     r, g = scores.contiguous(), grad_out.contiguous()
     v = r if values is None else values.contiguous()
     state, info = state.contiguous(), info.contiguous()
-    k, s_k, k_bits = _numbers(k, state)
-    hardness, s_h, h_bits = _numbers(hardness, state)
-    pull = state if grad_state is None else grad_state.contiguous()
+    pull = None if grad_state is None else grad_state.contiguous()
     dscores = torch.empty_like(r)
     dvalues = None if values is None else torch.empty_like(v)
-    dk = None if s_k < 0 else state.new_empty(go.rows)
-    dhardness = None if s_h < 0 else state.new_empty(go.rows)
-    if go.rows == 0:
-        return dscores, dvalues, dk, dhardness
+    dk = None if isinstance(k, float) else state.new_empty(go.rows)
+    dhardness = None if isinstance(hardness, float) else state.new_empty(go.rows)
+    if go.rows > 0:
+        _launch_vjp(
+            go, r, v, g, dscores, dvalues, k, hardness, state, info, pull, dk, dhardness, fixed
+        )
+    return dscores, dvalues, dk, dhardness
+
+
+def _launch_vjp(
+    go: _Launch,
+    r: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dscores: Tensor,
+    dvalues: Tensor | None,
+    k: Tensor | float,
+    hardness: Tensor | float,
+    state: Tensor,
+    info: Tensor,
+    pull: Tensor | None,
+    dk: Tensor | None,
+    dhardness: Tensor | None,
+    fixed: bool,
+) -> None:
+    module = kernels()
+    assert module is not None
+    k, s_k, k_bits = _numbers(k, state)
+    hardness, s_h, h_bits = _numbers(hardness, state)
     go(
         module.vjp,
         (v.dtype, g.dtype),
-        (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info, pull,
-         state if dk is None else dk, state if dhardness is None else dhardness,
-         *go.scratch(state)),
+        (r, v, g, dscores, dscores if dvalues is None else dvalues, k, hardness, state, info,
+         state if pull is None else pull, state if dk is None else dk,
+         state if dhardness is None else dhardness, *go.scratch(state)),
         go.rows, go.n, max(1, go.how.team), s_k, s_h, k_bits, h_bits,
-        FIXED=fixed, PULL=grad_state is not None,
+        FIXED=fixed, PULL=pull is not None,
     )  # fmt: skip
-    return dscores, dvalues, dk, dhardness
+
+
+class Routine:
+    """:func:`solve` and :func:`vjp` for most calls: scores of one shape, numbers as k and hardness,
+    and nothing wanted but the mask and the gradient of the scores.
+
+    A short row is solved in less time than Python takes to see to all that might be asked, so this
+    launches again what was launched before, at other addresses. State and info share one tensor.
+    """
+
+    def __init__(self, index: int | None, shape: torch.Size, dtype: torch.dtype, gate: int) -> None:
+        n, module = shape[-1], kernels()
+        assert module is not None
+        rows = math.prod(shape) // n
+        self.rows, self.n, self.dtype = rows, n, dtype
+        self.forward, self.backward = (
+            _launch(index, rows, n, dtype, gate, backward, None) for backward in (False, True)
+        )
+        # The info begins at a multiple of 16 bytes, which Triton makes use of.
+        self.info = -(-rows * STATE_SIZE // 2) * 2
+        self.room = self.info + rows  # two int32 are as long as a float64
+        kernel, team = module.solve_rows, self.forward.how.team
+        # The arguments around the bits of the two numbers, which have no stride.
+        self.before: tuple[int, ...] = (rows, n, -1, -1)
+        self.after: tuple[float, ...] = self.forward.tolerance
+        if team > 0:
+            kernel, self.before = module.solve_long, (n, team, -1, -1)
+            self.after = (*self.after, self.forward.few_tiles)
+        self.forward_keys = [(kernel.fn, (dtype,), None, fixed) for fixed in (False, True)]
+        self.backward_keys = [
+            (module.vjp.fn, (dtype, dtype), None, fixed, False) for fixed in (False, True)
+        ]
+        self.sizes = (rows, n, max(1, self.backward.how.team), -1, -1)
+
+    def solve(
+        self, scores: Tensor, k: float, hardness: float, fixed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The mask, and state and info for :meth:`vjp`."""
+        go, r = self.forward, scores.contiguous()
+        out = torch.empty_like(r)
+        state = r.new_empty(self.room, dtype=torch.float64)
+        x, y, s = r.data_ptr(), out.data_ptr(), state.data_ptr()
+        places: tuple[int, ...] = (x, x, y, s, s, s, s + 8 * self.info)
+        if go.how.team > 0:
+            lines, counters = go.scratch(state)
+            places = (*places, lines.data_ptr(), counters.data_ptr())
+        numbers = (*self.before, *_bits(k, hardness), *self.after)
+        if (x | y | s) % 16 or not go.again(self.forward_keys[fixed], places, numbers):
+            _launch_solve(go, r, r, out, float(k), float(hardness), state, self._info(state), fixed)
+        return out, state
+
+    def vjp(
+        self, scores: Tensor, k: float, hardness: float, fixed: bool, state: Tensor, grad: Tensor
+    ) -> Tensor:
+        """The gradient of the scores."""
+        go, r, g = self.backward, scores.contiguous(), grad.contiguous()
+        out = torch.empty_like(r)
+        x, d, y, s = r.data_ptr(), g.data_ptr(), out.data_ptr(), state.data_ptr()
+        lines, counters = go.scratch(state)
+        places = (
+            x, x, d, y, y, s, s, s, s + 8 * self.info, s, s, s,
+            lines.data_ptr(), counters.data_ptr(),
+        )  # fmt: skip
+        numbers = (*self.sizes, *_bits(k, hardness))
+        usual = (x | d | y | s) % 16 == 0 and g.dtype is self.dtype
+        if not usual or not go.again(self.backward_keys[fixed], places, numbers):
+            _launch_vjp(
+                go, r, r, g, out, None, float(k), float(hardness), state, self._info(state), None,
+                None, None, fixed,
+            )  # fmt: skip
+        return out
+
+    def _info(self, state: Tensor) -> Tensor:
+        return state[self.info :].view(torch.int32)
+
+
+@functools.lru_cache(4096)
+def routine(
+    index: int | None, shape: torch.Size, dtype: torch.dtype, gated: bool
+) -> Routine | None:
+    """What serves scores of this kind, gating themselves or nothing; None if they are none."""
+    if dtype not in KINDS or math.prod(shape or (0,)) == 0:
+        return None
+    return Routine(index, shape, dtype, 2 if gated else 0)
