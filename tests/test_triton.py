@@ -561,6 +561,30 @@ def test_only_the_default_stream_keeps_its_scratch(monkeypatch):
     assert (small.scratch(like)[1] == 0).all()
 
 
+def test_captured_launches_have_zeros_that_nobody_else_has(monkeypatch):
+    class OnDevice:
+        device = torch.device("cuda", 0)
+        new_empty, new_zeros = torch.empty, torch.zeros
+
+    monkeypatch.setattr(cuda, "_spare", {})
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    counters = [cuda._scratch(OnDevice, 132, 1)[1]]
+    capturing = True
+    counters += [cuda._scratch(OnDevice, 132, rows)[1] for rows in (1, 66, 1)]
+    assert [len(x) for x in counters] == [264, 32, 160, 32]
+    assert all((x == 0).all() for x in counters)
+    for i, x in enumerate(counters):  # what one launch counts, the others do not see
+        x += i + 1
+    assert [x.unique().tolist() for x in counters] == [[1], [2], [3], [4]]
+    # When they are used up, a graph fills its own, and the next eager launch makes more.
+    monkeypatch.setitem(cuda._spare, 0, torch.zeros(8, dtype=torch.int32))
+    assert len(cuda._scratch(OnDevice, 132, 1)[1]) == 264
+    capturing = False
+    cuda._scratch(OnDevice, 132, 1)
+    assert len(cuda._spare[0]) == cuda.SPARE
+
+
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="Triton compiles nothing here")
 def test_a_thread_adds_its_scores_up_alone():
     """Whatever order this Triton gives threads to dimensions in; compiled for a GPU not at hand."""

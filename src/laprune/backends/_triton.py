@@ -679,12 +679,13 @@ def _growth(d):
 def _pose(n, k, hardness, FIXED: tl.constexpr, S: tl.constexpr, A: tl.constexpr):
     """A row's problem, from float64: n, floor of k, the rest of k, a, 1 - a, min(k, n-k), odds of
     gamma, reach, heat."""
-    r_n = 1.0 / n
-    a, rest = (k * r_n).to(S), ((n - k) * r_n).to(S)
+    # A team divides in float64, a program alone in the type of its scores.
+    size = n.to(A)
+    a, rest = _over(k.to(A), size).to(S), _over((n - k).to(A), size).to(S)
     if FIXED:
         odds, heat = a * 0.0 + 1.0, hardness.to(S)
     else:
-        odds, heat = (hardness / (1.0 - hardness)).to(S), a * 0.0
+        odds, heat = _over(hardness.to(A), (1.0 - hardness).to(A)).to(S), a * 0.0
     # In the right gap V <= sqrt(k (n-k)) exp(-gap/2t), and so t >= gap reach.
     reach = _over(0.5, _log(1.0 + odds) - 0.5 * _log(a * rest))
     floor = tl.floor(k)
@@ -1122,14 +1123,15 @@ def solve_rows(
             written = tl.where(_any(better & shows), 0, write)
             write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
 
-    level = tl.where(status == INFEASIBLE, 1.0, k / n)
-    level = tl.where(status == NONFINITE, float("nan"), level)
-    threshold, share, left = n * 0.0, n * 0.0, n * 0.0
+    level, threshold, share, left = n * 0.0, n * 0.0, n * 0.0, n * 0.0
+    others = _any(_is_soft(status) == 0)
+    if others:
+        level = tl.where(status == INFEASIBLE, 1.0, k / n)
+        level = tl.where(status == NONFINITE, float("nan"), level)
     if _any(status == HARD):
         threshold, share, left = _select(
             p_x, n_cols, k, alone, T, T, U, ROWS, LANES, EVEN, False, 1
         )
-    others = _any(_is_soft(status) == 0)
     if ONCE:
         if others == 0:
             _write(p_v, p_out, 0, n_cols, b_held, _line(at, T), GATE, T, U, LANES, EVEN)
@@ -1137,8 +1139,9 @@ def solve_rows(
     if (written == 0) | others:
         _fill(p_x, p_v, p_out, n_cols, _line(at, T), level, status, threshold, left, walk, GATE,
               T, U, ROWS, LANES, EVEN)  # fmt: skip
-    _finish(p_state, p_info, o_rows, status, passes, at, (z_sum / q_sum, p_sum / q_sum), level,
-            (threshold, share), heat, hardness, FIXED)  # fmt: skip
+    means = (_over(z_sum, q_sum), _over(p_sum, q_sum))
+    _finish(p_state, p_info, o_rows, status, passes, at, means, level, (threshold, share), heat,
+            hardness, FIXED)  # fmt: skip
 
 
 @triton.jit
@@ -1333,16 +1336,18 @@ def solve_long(
 
 
 @triton.jit
-def _grad_tile(b_x, b_e, line, means, T: tl.constexpr):
-    """The gradient's sums, centred on the means; b_e is the gradient of p."""
+def _grad_tile(b_x, b_e, line, means, ASKED: tl.constexpr, T: tl.constexpr):
+    """The gradient's sums, centred on the means; b_e is the gradient of p. ASKED: so are the count
+    of the scores and the sum of b_e, which only gradients of k and hardness take."""
     b_y = _y(b_x, line)
     m_ok = b_x > -INF
     b_q = tl.where(m_ok, 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0), 0.0)
-    b_p = tl.where(b_y > 0, 1.0 - b_q, b_q) - _v(means[1])
+    b_p = tl.where(b_y > 0, (1.0 - _v(means[1])) - b_q, b_q - _v(means[1]))
     b_z = b_q * (tl.minimum(tl.maximum(b_y, -_max_y(T)), _max_y(T)) * LN2 - _v(means[0]))
-    terms = (
-        tl.where(m_ok, 1.0, 0.0).to(T), b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_e,
-    )  # fmt: skip
+    b_n, b_t = tl.zeros_like(b_q), tl.zeros_like(b_q)
+    if ASKED:
+        b_n, b_t = tl.where(m_ok, 1.0, 0.0).to(T), b_e
+    terms = (b_n, b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_t)
     return _own8(terms, T)
 
 
@@ -1358,14 +1363,15 @@ def _upstream(p_v, i, n_cols, b_x, b_g, GATE: tl.constexpr, T: tl.constexpr, U: 
 
 
 @triton.jit
-def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr):
+def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr,
+                  ASKED: tl.constexpr):  # fmt: skip
     """The means and c1 of dr = q/t ((e - mean e) - c1 (p - mean p)), and the gradients of k and the
     hardness."""
     n, s0, s1, u0, cov, g0, g1, total = sums
     mean_z, mean_p = means
     gb, gt = pull
     regular, tied = _is_regular(status), status == TIED
-    r_s0, r_n = 1.0 / tl.where(s0 > 0, s0, 1.0), 1.0 / n
+    r_s0 = _over(1.0, tl.where(s0 > 0, s0, 1.0))
     off_z, off_p = s1 * r_s0, u0 * r_s0
     p_bar = mean_p + off_p
     cov = cov - off_z * u0
@@ -1373,9 +1379,11 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
     if FIXED == 0:
         lever = g1 - off_z * g0 - t * gt + (mean_z + off_z) * t * gb
         two = regular & (cov > 0)
-        c1 = tl.where(two, lever / tl.where(two, cov, 1.0), 0.0)
+        c1 = tl.where(two, _over(lever, tl.where(two, cov, 1.0)), 0.0)
     e_bar = (g0 - t * gb) * r_s0
-    c0 = e_bar - c1 * p_bar
+    if ASKED == 0:
+        return e_bar, c1, p_bar, e_bar, e_bar
+    c0, r_n = e_bar - c1 * p_bar, 1.0 / n
     flat = (status == UNIFORM) | (status == CONSTANT)
     dk = tl.where(regular | tied, c0, tl.where(flat, total * r_n, 0.0))
     if FIXED:
@@ -1393,9 +1401,9 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
 def vjp(
     p_x, p_v, p_g, p_dx, p_dv, p_k, p_hardness, p_state, p_info, p_pull, p_dk, p_dh, p_lines,
     p_count, rows, n_cols, size, s_k, s_hardness, k_bits, hardness_bits,
-    GATE: tl.constexpr, FIXED: tl.constexpr, PULL: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
-    U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
-    TEAM: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
+    GATE: tl.constexpr, FIXED: tl.constexpr, PULL: tl.constexpr, ASKED: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    EVEN: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of rows in two passes: its sums, then, backwards, the gradient itself. ONCE: a
     tile holds all of a row."""
@@ -1416,17 +1424,17 @@ def vjp(
     status = tl.load(p_info + o_rows * 2)
     soft = _is_soft(status)
     p_row = p_state + o_rows * 5
-    pivot, b, t = tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2)
-    mean_z, level = tl.load(p_row + 3), tl.load(p_row + 4)
+    pivot, b, t = tl.load(p_row).to(S), tl.load(p_row + 1), tl.load(p_row + 2).to(S)
+    mean_z, level = tl.load(p_row + 3).to(S), tl.load(p_row + 4).to(S)
     # Rows that are not soft get a harmless point.
-    at = (tl.where(soft, pivot, 0.0), tl.where(soft, b, 0.0), tl.where(soft, t, 1.0))
+    at = (tl.where(soft, pivot, 0.0), tl.where(soft, b, 0.0).to(S), tl.where(soft, t, 1.0))
     means = (tl.where(soft, mean_z, 0.0), tl.where(soft, level, 0.0))
     gb, gt = tl.zeros_like(t), tl.zeros_like(t)
     if PULL:
-        gb, gt = tl.load(p_pull + o_rows * 5 + 1), tl.load(p_pull + o_rows * 5 + 2)
+        gb, gt = tl.load(p_pull + o_rows * 5 + 1).to(S), tl.load(p_pull + o_rows * 5 + 2).to(S)
     line = _line(at, T)
     centre = (means[0].to(T), means[1].to(T))
-    centred = (centre[0].to(f64), centre[1].to(f64))
+    centred = (centre[0].to(S), centre[1].to(S))
     tiles = 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4)
     if TEAM:
         tiles = tiles.to(tl.int64)
@@ -1445,13 +1453,13 @@ def vjp(
             b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
             b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         b_e = _upstream(p_v, j, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, T))
+        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, ASKED, T))
     if S == f64:
         lanes = _wide(lanes)
-    sums = _wide(_across(lanes, ROWS))
+    sums = _across(lanes, ROWS)
     sums, _seen = _meet(sums, sums[0], False, team, TEAM, LINES)
     e_bar, c1, p_bar, dk, dh = _coefficients(
-        sums, status, at[2], centred, (gb, gt), k, hardness, FIXED
+        sums, status, at[2], centred, (gb, gt), k.to(S), hardness.to(S), FIXED, ASKED
     )
 
     # A gated hard row needs its mask: in pieces, so that ties keep the order of their index.

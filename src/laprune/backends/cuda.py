@@ -94,7 +94,7 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
     """What ``tools/tune_cuda.py`` found best on an H200."""
     if n <= SHORT and (n <= 4096 or rows * 2 > processors):
         if n <= 512:
-            how, registers = short_plan(n, 16, 1), 128 * backward
+            how, registers = (short_plan(n, 8, 1), 0) if backward else (short_plan(n, 16, 1), 96)
         elif n <= 8192:
             how, registers = short_plan(n, 32, 4) if backward else short_plan(n, 128, 1), 128
         else:
@@ -115,10 +115,23 @@ _stream: Callable[[int], int] = getattr(
 _current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # The scratch of the devices' default streams.
 _kept: dict[int, tuple[Tensor, Tensor]] = {}
+# Zeros for counters of captured launches.
+_spare: dict[int, Tensor] = {}
+SPARE = 1 << 16
 
 
-def _scratch(like: Tensor, programs: int) -> tuple[Tensor, Tensor]:
+def _scratch(like: Tensor, programs: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Of a launch's own. Zeros that a captured launch fills would cost a kernel at every replay, so
+    it has some that were made before, for good: torch waits for them when it begins to capture."""
     lines = like.new_empty(programs * 2 * LINE, dtype=torch.float64)
+    index = like.device.index
+    if index is not None and torch.cuda.is_current_stream_capturing():
+        spare, count = _spare.get(index), -(-rows // 16) * 32
+        if spare is not None and len(spare) >= count:
+            _spare[index] = spare[count:]
+            return lines, spare[:count]
+    elif index is not None and (index not in _spare or len(_spare[index]) < SPARE // 2):
+        _spare[index] = like.new_zeros(SPARE, dtype=torch.int32)
     return lines, like.new_zeros(programs * 2, dtype=torch.int32)
 
 
@@ -172,10 +185,10 @@ class _Launch:
         if not self.meets:
             return like, like
         if self.index is None or _stream(self.index) != 0:
-            return _scratch(like, self.programs)
+            return _scratch(like, self.programs, self.rows)
         kept = _kept.get(self.index)
         if kept is None or kept[1].numel() < 2 * self.programs:
-            kept = _kept[self.index] = _scratch(like, self.programs)
+            kept = _kept[self.index] = _scratch(like, self.programs, self.rows)
         return kept
 
     def __call__(
@@ -404,7 +417,7 @@ def _launch_vjp(
          state if pull is None else pull, state if dk is None else dk,
          state if dhardness is None else dhardness, *go.scratch(state)),
         go.rows, go.n, max(1, go.how.team), s_k, s_h, k_bits, h_bits,
-        FIXED=fixed, PULL=pull is not None,
+        FIXED=fixed, PULL=pull is not None, ASKED=s_k >= 0 or s_h >= 0,
     )  # fmt: skip
 
 
@@ -436,7 +449,7 @@ class Routine:
             self.after = (*self.after, self.forward.few_tiles)
         self.forward_keys = [(kernel.fn, (dtype,), None, fixed) for fixed in (False, True)]
         self.backward_keys = [
-            (module.vjp.fn, (dtype, dtype), None, fixed, False) for fixed in (False, True)
+            (module.vjp.fn, (dtype, dtype), None, fixed, False, False) for fixed in (False, True)
         ]
         self.sizes = (rows, n, max(1, self.backward.how.team), -1, -1)
 
