@@ -341,7 +341,7 @@ def test_a_study_out_of_time_goes_on_and_draws_what_is_there(tmp_path: Path) -> 
         record["result"] |= {"top1": 0.74, "top5": 0.874}
     table = classification.accuracies(records, classification.LABELS, classification.PAPER)
     assert "| LaPrune, gamma 0.1 → 0.8 | 72.0 | 74.0 | +2.0 | 87.4 | 87.4 | +0.0 |" in table
-    assert "Not run: Smooth top-k" in text
+    assert "Not run for 2 epochs: Smooth top-k" in text
     assert len(load(tmp_path / "classification.jsonl")) == 2
 
 

@@ -282,7 +282,7 @@ def accuracies(
 
     The paper's numbers stand beside ours, and are compared where the schedule is the paper's.
     """
-    compared = suffix(records) == "" and not trial(records)
+    compared = records[0]["setting"]["epochs"] == RECIPES["full"].epochs and not trial(records)
     head, lines = ["method"], []
     for k in (1, 5):
         head += [f"ACC@{k}, paper", f"ACC@{k}", "difference"] if compared else [f"ACC@{k}"]
@@ -313,7 +313,8 @@ def trial(records: list[Record]) -> bool:
 
 def data(records: list[Record]) -> str:
     """For the title of a table."""
-    return "a trial" if trial(records) else "CIFAR-100, ResNet-18"
+    source = "a trial" if trial(records) else "CIFAR-100, ResNet-18"
+    return f"{source}, {records[0]['setting']['epochs']} epochs"
 
 
 def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
@@ -325,11 +326,13 @@ def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
     counts = {len(select(records, **m._asdict())) for m in labels} - {0}
     seeds_ = " to ".join(map(str, sorted({min(counts), max(counts)})))
     plural = "" if seeds_ == "1" else "s"
+    paper = RECIPES["full"].epochs
+    as_there = "as in the paper" if count == paper else f"the paper: {paper}"
     said = (
-        f"All rows: {count} epochs (the paper: 200), {seeds_} seed{plural}, accuracy in per cent "
-        "on the test images after the last epoch."
+        f"All rows: {count} epochs ({as_there}), {seeds_} seed{plural}, accuracy in per cent on "
+        "the test images after the last epoch."
     )
-    if count != 200:
+    if count != paper:
         said += (
             " Another schedule than the paper's, the same for all rows: compare rows with rows, "
             "not with the paper."
@@ -340,14 +343,13 @@ def notes(records: list[Record], labels: dict[Method, str]) -> list[str]:
     lines = [said + f" Convolutions in {' and '.join(precisions)}."]
     missing = [label for m, label in labels.items() if not select(records, **m._asdict())]
     if missing:
-        lines.append(f"Not run: {'; '.join(missing)}.")
+        lines.append(f"Not run for {count} epochs: {'; '.join(missing)}.")
     return lines
 
 
 def suffix(records: list[Record]) -> str:
-    """Files of schedules other than the paper's carry the number of epochs."""
-    count = records[0]["setting"]["epochs"]
-    return "" if count == RECIPES["full"].epochs else f"_{count}_epochs"
+    """Files carry the number of epochs: there may be several schedules."""
+    return f"_{records[0]['setting']['epochs']}_epochs"
 
 
 def curve(records: list[Record], method: Method, key: str) -> Floats:
