@@ -1,9 +1,10 @@
 """The operator's speed, beside the paper's solver, LapSum by sorting and plain selection.
 
 One record is one shape: all contenders run in the same process, one after another, forward and
-backward on the same scores. A contender whose answer is wrong gets no time. On a GPU, laprune and
-plain selection are also replayed from a CUDA graph of ten calls: what the device needs, without
-what Python needs to launch it.
+backward on the same scores. A contender whose answer is wrong gets no time. Calls are waited for one
+by one. On a GPU, laprune and plain selection are also timed in a row that is not waited for, and
+replayed from a CUDA graph of ten calls: what the device needs, without what Python needs to launch
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from laprune.baselines.paper import paper_topk
 from .inputs import draw as draw_scores
 from .lab import Options, Record, Setting, Study, hardware
 from .tables import markdown
-from .timing import copy_bandwidth, graph_ms, median_ms
+from .timing import copy_bandwidth, graph_ms, median_ms, queued_ms
 
 TRANSFERS = (
     5  # read r, write p; read r, read g, write dr: the fewest that forward + backward can move
@@ -107,6 +108,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
     if torch.device(device).type == "cuda":
         for name in ("laprune", "torch.topk, forward", "torch.sort, forward"):
             if name in result["ms"]:
+                result["ms"][f"{name}, queued"] = queued_ms(calls[name][0], 2 * repeats)
                 many = 10 if rows * n <= 10**8 else 1
                 result["ms"][f"{name}, graph"] = graph_ms(calls[name][0], 20, calls=many)
         call, _ = calls["laprune"]
@@ -187,11 +189,14 @@ print(json.dumps(peak() - before))
 FORWARD = "laprune, forward"
 CONTENDERS = {
     "laprune": "LaPrune",
+    "laprune, queued": "in a row",
     "laprune, graph": "from a CUDA graph",
     FORWARD: "forward",
     "torch.topk, forward": "torch.topk, forward",
+    "torch.topk, forward, queued": "in a row",
     "torch.topk, forward, graph": "from a CUDA graph",
     "torch.sort, forward": "torch.sort, forward",
+    "torch.sort, forward, queued": "in a row",
     "torch.sort, forward, graph": "from a CUDA graph",
     "lapsum_sort": "LapSum by sorting",
     "paper": "the paper's solver",

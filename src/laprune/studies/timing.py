@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +30,20 @@ def _once(call: Call, device: str) -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end)
+
+
+def queued_ms(call: Call, repeats: int) -> float:
+    """Median time of ``call`` on a GPU among calls that are not waited for, as in training: what
+    Python or the device takes, whichever is longer."""
+    call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
 def graph_ms(call: Call, repeats: int, calls: int = 10) -> float:
