@@ -1,10 +1,10 @@
 """The operator's speed, beside the paper's solver, LapSum by sorting and plain selection.
 
 One record is one shape: all contenders run in the same process, one after another, forward and
-backward on the same scores. A contender whose answer is wrong gets no time. Calls are waited for one
-by one. On a GPU, laprune and plain selection are also timed in a row that is not waited for, and
-replayed from a CUDA graph of ten calls: what the device needs, without what Python needs to launch
-it.
+backward on the same scores. A contender whose answer is wrong gets no time. Calls are waited for,
+each by itself. On a GPU, laprune and plain selection are also timed in a row that is not waited
+for, and replayed from a CUDA graph of ten calls: what the device needs, without what Python needs
+to launch it.
 """
 
 from __future__ import annotations
