@@ -1,0 +1,230 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+"""What is summed over the scores of a row, tile by tile, or over one tile held in registers."""
+
+import triton
+import triton.language as tl
+
+from .team import _across, _across_max, _max3, _own8, _plus, _zero8
+from .tiles import INF, LOG2E, _load, _max_y, _plain, _stop, _store, _total, _v, _zeros
+
+BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
+
+
+@triton.jit
+def _line(at, T: tl.constexpr):
+    """y = (x - pivot) rate - c. The pivot is the barrier to the digits of T, so that c is small."""
+    rate = tl.minimum(1.0 / at[2] * LOG2E, 1e38 if T == tl.float32 else 1e307)
+    return at[0].to(T), rate.to(T), (at[1] * rate).to(T)
+
+
+@triton.jit
+def _y(b_x, line):
+    return (b_x - _v(line[0])) * _v(line[1]) - _v(line[2])
+
+
+@triton.jit
+def _tile_sums(b_x, line, T: tl.constexpr):
+    """A pass's sums, in units of e and y; lo is y <= 0, hi is y > 0, w = |y|."""
+    b_y = _y(b_x, line)
+    b_w = tl.minimum(tl.abs(b_y), _max_y(T))
+    b_e = tl.exp2(b_w * -1.0)
+    b_above = tl.where(b_y > 0, 1.0, 0.0).to(T)
+    b_hi = b_above * b_e
+    b_lo = b_e - b_hi
+    terms = (
+        b_above, b_lo, b_hi, b_lo * b_w, b_hi * b_w, b_lo * b_e, b_hi * b_e, (b_e * b_w) * b_e,
+    )  # fmt: skip
+    return _own8(terms, T)
+
+
+@triton.jit
+def _tile_mask(b_x, line, T: tl.constexpr):
+    b_y = _y(b_x, line)
+    b_w = tl.abs(b_y)
+    b_q = tl.where(b_w < _max_y(T), 0.5 * tl.exp2(tl.minimum(b_w, _max_y(T)) * -1.0), 0.0)
+    return tl.where(b_y > 0, 1.0 - b_q, b_q)
+
+
+@triton.jit
+def _gate(p_v, i, n_cols, b_x, b_p, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+          LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """The mask, or the mask times what it gates."""
+    if GATE == 1:
+        b_x = _load(p_v, i, n_cols, 0.0, T, U, LANES, EVEN)
+    if GATE:
+        b_p = tl.where(b_p == 0, 0.0, b_p * b_x)
+    return b_p
+
+
+@triton.jit
+def _write(p_v, p_out, i, n_cols, b_x, line, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+           LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Tile i of soft rows."""
+    b_p = _gate(p_v, i, n_cols, b_x, _tile_mask(b_x, line, T), GATE, T, U, LANES, EVEN)
+    _store(p_out, i, n_cols, b_p, U, LANES, EVEN)
+
+
+@triton.jit
+def _tile_seen(b_x, T: tl.constexpr):
+    """The sum of 1 for an eligible score, BAD for one that is NaN or infinite."""
+    return tl.sum(_plain(tl.where(b_x < INF, tl.where(b_x > -INF, 1.0, 0.0), BAD).to(T)), 2)
+
+
+@triton.jit
+def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
+          AHEAD: tl.constexpr, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
+          ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """The sums at a point, and, where asked, the mask there and how many scores are eligible (BAD
+    for each bad one).
+
+    AHEAD: the next tile is asked for while this one is summed. b_next is that of the first stop; at
+    the last one, that at `after` is asked for, where the next pass is to begin.
+    """
+    lanes = _zero8(ROWS, LANES, T)
+    seen = tl.zeros([ROWS, LANES, 4], T)
+    for j in range(walk[0], walk[1], walk[2]):
+        i = _stop(j, walk)
+        if AHEAD:
+            b_x = b_next
+            then = tl.where(j + walk[2] < walk[1], _stop(j + walk[2], walk), after)
+            b_next = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+        else:
+            b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
+        lanes = _plus(lanes, _tile_sums(b_x, line, T))
+        if counting:
+            seen += _tile_seen(b_x, T)
+        if write:
+            _write(p_v, p_out, i, n_cols, b_x, line, GATE, T, U, LANES, EVEN)
+    total = _zeros(ROWS, T)
+    if counting:
+        total = _total(seen, T, ROWS)
+    return _across(lanes, ROWS), total, b_next
+
+
+@triton.jit
+def _tile_spread(b_x, line, a, rest, T: tl.constexpr):
+    """The sum of (p - a)^2, without cancellation where p is close to a, without rounding 1 - q."""
+    b_y = _y(b_x, line)
+    b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
+    b_d = tl.where(b_y > 0, _v(rest.to(T)) - b_q, b_q - _v(a.to(T)))
+    b_d = tl.where(b_x > -INF, b_d, 0.0)
+    return tl.sum(_plain(b_d * b_d), 2)
+
+
+@triton.jit
+def _tile_near(b_x, line):
+    """The nearest score below the barrier, minus the nearest above it, and minus the distance from
+    the pivot to the nearest other score; all measured from the pivot."""
+    b_d = b_x - _v(line[0])
+    m_hi = b_d * _v(line[1]) - _v(line[2]) > 0
+    b_far = tl.abs(b_d)
+    return (
+        tl.max(_plain(tl.where(m_hi, -INF, b_d)), 2),
+        tl.max(_plain(tl.where(m_hi, -b_d, -INF)), 2),
+        tl.max(_plain(tl.where(b_far > 0, -b_far, -INF)), 2),
+    )
+
+
+@triton.jit
+def _tile_survey(b_x, n_cols, T: tl.constexpr):
+    """The number of eligible and of bad scores, their mean, the highest and minus the lowest."""
+    m_ok = b_x > -INF
+    share = 1.0 / n_cols
+    return (
+        tl.sum(_plain(tl.where(m_ok, 1.0, 0.0).to(T)), 2),
+        tl.sum(_plain(tl.where(b_x < INF, 0.0, 1.0).to(T)), 2),
+        tl.sum(_plain(tl.where(m_ok, b_x, 0.0) * share), 2),
+        tl.max(_plain(b_x), 2),
+        tl.max(_plain(tl.where(m_ok, -b_x, -INF)), 2),
+    )
+
+
+@triton.jit
+def _row_spread(p_x, n_cols, line, a, rest, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+                ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    total = tl.zeros([ROWS, LANES, 4], T)
+    for j in range(walk[0], walk[1], walk[2]):
+        b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
+        total += _tile_spread(b_x, line, a, rest, T)
+    return _total(total, S, ROWS)
+
+
+@triton.jit
+def _row_near(p_x, n_cols, line, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+              ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    none = tl.full([ROWS, LANES, 4], -INF, T)
+    most = (none, none, none)
+    for j in range(walk[0], walk[1], walk[2]):
+        b_x = _load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN)
+        near = _tile_near(b_x, line)
+        most = _max3(most[0], most[1], most[2], near[0], near[1], near[2])
+    return _across_max(most, S, ROWS)
+
+
+@triton.jit
+def _both(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, tl.maximum(a3, b3), tl.maximum(a4, b4)
+
+
+@triton.jit
+def _surveyed(ok, bad, mean, high, low, S: tl.constexpr, ROWS: tl.constexpr):
+    """Per row, from numbers for each four of a thread."""
+    found = (tl.sum(ok, 2), tl.sum(bad, 2), tl.sum(mean, 2), tl.max(high, 2), tl.max(low, 2))
+    found = tl.reduce(found, 1, _both)
+    if ROWS == 1:
+        found = tl.reduce(found, 0, _both)
+    return found[0].to(S), found[1].to(S), found[2].to(S), found[3].to(S), found[4].to(S)
+
+
+@triton.jit
+def _row_survey(p_x, n_cols, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+                ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    zero, none = tl.zeros([ROWS, LANES, 4], T), tl.full([ROWS, LANES, 4], -INF, T)
+    ok, bad, mean, high, low = zero, zero, zero, none, none
+    for i in range(walk[0], walk[1], walk[2]):
+        s = _tile_survey(_load(p_x, i, n_cols, -INF, T, U, LANES, EVEN), n_cols, T)
+        ok, bad, mean = ok + s[0], bad + s[1], mean + s[2]
+        high, low = tl.maximum(high, s[3]), tl.maximum(low, s[4])
+    return _surveyed(ok, bad, mean, high, low, S, ROWS)
+
+
+@triton.jit
+def _row_count(p_x, n_cols, cut, walk, EQUAL: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+               U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
+    """How many scores are above a score, or equal to it."""
+    total = tl.zeros([ROWS, LANES, 4], T)
+    for i in range(walk[0], walk[1], walk[2]):
+        b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
+        m = b_x == _v(cut) if EQUAL else b_x > _v(cut)
+        total += tl.sum(_plain(tl.where(m, 1.0, 0.0).to(T)), 2)
+    return _total(total, S, ROWS)
+
+
+@triton.jit
+def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
+                 LANES: tl.constexpr):  # fmt: skip
+    s = _tile_survey(b_x, n_cols, T)
+    return _surveyed(s[0], s[1], tl.zeros([ROWS, LANES, 4], T) + s[2], s[3], s[4], S, ROWS)
+
+
+@triton.jit
+def _held_sums(b_x, line, T: tl.constexpr, ROWS: tl.constexpr):
+    return _across(_tile_sums(b_x, line, T), ROWS)
+
+
+@triton.jit
+def _held_spread(b_x, line, a, rest, T: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    spread = tl.zeros([ROWS, LANES, 4], T) + _tile_spread(b_x, line, a, rest, T)
+    return _total(spread, T, ROWS)
+
+
+@triton.jit
+def _held_near(b_x, line, S: tl.constexpr, ROWS: tl.constexpr):
+    return _across_max(_tile_near(b_x, line), S, ROWS)
+
+
+@triton.jit
+def _held_count(b_x, cut, T: tl.constexpr, ROWS: tl.constexpr):
+    return _total(tl.sum(_plain(tl.where(b_x > _v(cut), 1.0, 0.0).to(T)), 2), T, ROWS)
