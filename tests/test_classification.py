@@ -217,6 +217,16 @@ def test_clipping_limits_the_step(images: Images) -> None:
         assert run.sums[run.names.index("clipped")] == (clip is not None)
 
 
+def test_fewer_batches_than_steps_to_warm_up(images: Images) -> None:
+    """On a GPU there are three of those, and a step beyond the last batch would stop it."""
+    few = images._replace(train=images.train[:20], train_labels=images.train_labels[:20])
+    run = make(few)
+    assert run.steps == 1
+    run.prepare()
+    run.step()
+    assert run.at == 1
+
+
 class _NoReading(TorchDispatchMode):
     """Refuses whatever would make the host wait for a GPU."""
 

@@ -260,6 +260,7 @@ class Run:
         self.criterion.begin(0)
         for _ in range(WARM_UP if self.on_gpu else 1):
             self.step()
+            self.at.zero_()  # there may be fewer batches than steps to warm up
         if self.on_gpu and cuda.serves(self.sums):
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
