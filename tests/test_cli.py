@@ -272,6 +272,20 @@ def test_a_tensor_is_wanted_and_nothing_is_unpickled(tmp_path: Path) -> None:
             solving.read(tmp_path / name)
 
 
+def test_rows_of_dense_scores_are_wanted(tmp_path: Path) -> None:
+    torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse.pt")
+    np.save(tmp_path / "number.npy", np.float64(3))
+    (tmp_path / "ragged.csv").write_text("1,2,3\n1,2\n")
+    said = {
+        "sparse.pt": "dense tensor, got torch.sparse_coo",
+        "number.npy": "single number, not a row",
+        "ragged.csv": "columns changed from 3 to 2 at row 2$",
+    }
+    for name, message in said.items():
+        with pytest.raises(UserError, match=message):
+            solving.read(tmp_path / name)
+
+
 def test_doctor_finds_this_installation_healthy() -> None:
     found = json.loads(invoke("doctor", "--json").stdout)
     assert found["healthy"]

@@ -51,12 +51,18 @@ def read(path: Path) -> Tensor:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:
-        reason = f": {str(error).splitlines()[0]}" if kind == ".csv" else ""
+        # Without what numpy advises those who call it.
+        told = str(error).partition("; use ")[0].partition("\n")[0]
+        reason = f": {told}" if kind == ".csv" else ""
         raise UserError(f"{path} does not hold {_HOLDS[kind]}{reason}") from None
     if not isinstance(scores, Tensor):
         raise UserError(f"{path} holds a {type(scores).__name__}, not one tensor")
+    if scores.layout != torch.strided or scores.is_quantized:
+        raise UserError(f"{path} must hold a dense tensor, got {scores.layout}, {scores.dtype}")
     if scores.is_complex() or scores.dtype == torch.bool:
         raise UserError(f"{path} must hold real numbers, got {scores.dtype}")
+    if scores.dim() == 0:
+        raise UserError(f"{path} holds a single number, not a row of scores")
     if scores.numel() == 0:
         raise UserError(f"{path} holds no scores: its shape is {tuple(scores.shape)}")
     scores = scores.detach().cpu()
