@@ -181,6 +181,15 @@ def test_numbers_of_something_else_are_not_compared(results: Path) -> None:
     assert (results / "page.html").read_text(encoding="utf-8").count("are not compared") == 1
 
 
+def test_two_tables_of_a_study_keep_their_titles(results: Path) -> None:
+    for name, epochs in (("first_long", "200 epochs"), ("first_short", "30 epochs")):
+        write(results, name, f"Loss, ResNet, {epochs}", [Row("x", 0.5, Spread(0.5, 0.01))])
+    (results / "first.md").unlink()
+    first, _ = report.gather(results, {"first": "about it"}).sections
+    assert first.title == "Loss, ResNet"
+    assert re.findall("<h3>(.*)</h3>", first.body) == ["200 epochs", "30 epochs"]
+
+
 def test_the_study_that_most_comparisons_are_of_is_named(results: Path) -> None:
     assert report.gather(results, {}).largest is None
     write(results, "other", "The other", [Row("near", 0.5, Spread(0.5, 0.01))])

@@ -199,6 +199,7 @@ def _owner(path: Path, names: list[str]) -> str | None:
 def _section(name: str, about: str, files: list[Path]) -> Section:
     section = Section(name, about, title=name.replace("_", " ").capitalize())
     drawn = {p.stem for p in files if p.suffix == ".svg"}
+    tables: list[tuple[str, Markup]] = []
     for path in files:
         if path.suffix == ".jsonl":
             records = load(path)
@@ -206,12 +207,31 @@ def _section(name: str, about: str, files: list[Path]) -> Section:
             section.trials += sum(map(trial, records))
             section.origins += _origins(records)
         elif path.suffix == ".md":
-            _read_table(path.read_text(encoding="utf-8"), section)
+            tables.append(_read_table(path.read_text(encoding="utf-8"), section))
         elif path.suffix == ".svg" or path.stem not in drawn:
             data = base64.b64encode(path.read_bytes()).decode()
             uri = f"data:{_MEDIA[path.suffix]};base64,{data}"
             section.figures.append(Figure(path.stem.replace("_", " ").capitalize(), uri))
+    shared, own = _titles([title for title, _ in tables])
+    section.title = shared or section.title
+    for title, (_, body) in zip(own, tables, strict=True):
+        section.body += (Markup("<h3>{}</h3>\n").format(title) if title else Markup()) + body
     return section
+
+
+def _titles(titles: list[str]) -> tuple[str, list[str]]:
+    """What the titles of a study's tables have in common, and what each says beyond it.
+
+    >>> _titles(["Loss, 200 epochs", "Loss, 30 epochs"]), _titles(["Loss, 200 epochs"])
+    (('Loss', ['200 epochs', '30 epochs']), ('Loss, 200 epochs', ['']))
+    """
+    parts = [title.split(", ") if title else [] for title in titles]
+    shared: list[str] = []
+    for words in zip(*filter(None, parts), strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return ", ".join(shared), [", ".join(p[len(shared) :]) for p in parts]
 
 
 def _origins(records: list[Record]) -> list[dict[str, str]]:
@@ -246,12 +266,13 @@ def _origins(records: list[Record]) -> list[dict[str, str]]:
     return lines
 
 
-def _read_table(text: str, section: Section) -> None:
-    """Title, page fragment and comparisons of one Markdown file of the results."""
+def _read_table(text: str, section: Section) -> tuple[str, Markup]:
+    """Title and page fragment of one Markdown file of the results; the section gets its numbers."""
+    title = ""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
     if tokens and tokens[0].type == "heading_open" and tokens[0].tag == "h1":
-        section.title, tokens = tokens[1].content, tokens[3:]
+        title, tokens = tokens[1].content, tokens[3:]
     for token in tokens:
         if token.type in {"heading_open", "heading_close"}:
             token.tag = f"h{min(int(token.tag[1]) + 1, 6)}"
@@ -260,14 +281,13 @@ def _read_table(text: str, section: Section) -> None:
     rendered = parser.renderer.render(tokens, parser.options, {})
     # Wide tables scroll inside their own frame.
     rendered = rendered.replace("<table>", '<div class="frame"><table class="sortable">')
-    section.body += Markup(rendered.replace("</table>", "</table></div>"))
+    return title, Markup(rendered.replace("</table>", "</table></div>"))
 
 
 def _note(path: Path) -> Markup:
-    section = Section("", "")
-    if path.exists():
-        _read_table(path.read_text(encoding="utf-8"), section)
-    return section.body
+    if not path.exists():
+        return Markup()
+    return _read_table(path.read_text(encoding="utf-8"), Section("", ""))[1]
 
 
 def _heads(tokens: list[Token]) -> Iterator[list[str]]:
