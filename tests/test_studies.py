@@ -81,15 +81,19 @@ def test_study_runs_resumes_and_draws(
 def test_what_is_on_file_is_drawn_whole_wherever_it_was_measured(name: str, tmp_path: Path) -> None:
     shutil.copy(RESULTS / f"{name}.jsonl", tmp_path)
     arguments = ["reproduce", name, "--stored", "--device", "cpu", "--results", str(tmp_path)]
-    schedules = {r["setting"].get("epochs") for r in load(RESULTS / f"{name}.jsonl")}
-    for epochs in schedules:
-        given = ["--epochs", str(epochs)] if len(schedules) > 1 else []
-        outcome = CliRunner().invoke(cli.app, [*arguments, *given])
-        assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output + repr(outcome.exception)
     drawn = {p.name for p in tmp_path.iterdir()}
     assert drawn == {p.name for p in RESULTS.glob(f"{name}*")}
     for page in tmp_path.glob("*.md"):
         assert page.read_text() == (RESULTS / page.name).read_text()
+
+
+def test_one_schedule_on_file_is_drawn_alone_where_it_is_asked_for(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "classification.jsonl", tmp_path)
+    arguments = ["reproduce", "classification", "--stored", "--results", str(tmp_path)]
+    CliRunner().invoke(cli.app, [*arguments, "--epochs", "30"])
+    assert [p.name for p in tmp_path.glob("*.md")] == ["classification_30_epochs.md"]
 
 
 def _made_up(settings: list[dict[str, object]]) -> Study:

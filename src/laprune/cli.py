@@ -325,9 +325,11 @@ def _drawn(name: str, options: Options, results: Path, stored: bool) -> str | No
     records: list[Record] = []
     try:
         study = _study(name)
-        records = (lab.stored if stored else lab.run)(study, options, results)
+        for each in lab.schedules(study, options, results) if stored else [options]:
+            records = (lab.stored if stored else lab.run)(study, each, results)
+            if records:
+                lab.console.print("written:", *map(str, study.draw(records, results)))
         if records:
-            lab.console.print("written:", *map(str, study.draw(records, results)))
             return None
         why_not = f"{name}: nothing is on file"
     except ModuleNotFoundError as error:

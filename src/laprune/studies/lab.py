@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -154,6 +154,15 @@ def stored(study: Study, options: Options, folder: Path) -> list[Record]:
         (r for r in records if kind(r["setting"]) == kinds[0]),
         key=lambda r: places.get(_elsewhere(r["setting"]), len(places)),
     )
+
+
+def schedules(study: Study, options: Options, folder: Path) -> list[Options]:
+    """The options, once for every number of epochs on file where none in particular is wanted."""
+    records = [r for r in load(folder / f"{study.name}.jsonl") if trial(r) == options.quick]
+    epochs = {r["setting"].get("epochs") for r in records}
+    if options.epochs is not None or None in epochs or len(epochs) < 2:
+        return [options]
+    return [replace(options, epochs=n) for n in sorted(epochs, reverse=True)]
 
 
 def trial(record: Record) -> bool:
