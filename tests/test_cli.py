@@ -286,6 +286,16 @@ def test_rows_of_dense_scores_are_wanted(tmp_path: Path) -> None:
             solving.read(tmp_path / name)
 
 
+def test_demo_says_when_its_times_say_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for load, said in ((0.0, False), (1e9, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        out = invoke("demo", "--n", 64, "--device", "cpu", "--out", tmp_path).stdout
+        assert "both hold" in out
+        assert ("busy" in out) == said
+
+
 def test_doctor_finds_this_installation_healthy() -> None:
     found = json.loads(invoke("doctor", "--json").stdout)
     assert found["healthy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def run(n: int, gamma: float, device: str, picture: Path) -> bool:
         "LapSum by sorting, forward + backward": (both(lambda x: lapsum_sort(x, k, t)), 1),
         "the paper's solver, forward + backward": (both(lambda x: paper_topk(x, k, gamma)), 1),
     }
+    if busy():
+        console.print("[yellow]others keep this machine busy: the times below say little[/yellow]")
     table = Table("what", "ms", "times laprune")
     times: dict[str, float] = {}
     with console.status("timing") as status:
@@ -59,6 +62,12 @@ def run(n: int, gamma: float, device: str, picture: Path) -> bool:
 
     _draw(picture)
     return right
+
+
+def busy() -> bool:
+    """Whether more was running in the last minute than there are cores."""
+    known = hasattr(os, "getloadavg")  # not on every system
+    return known and os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def _draw(folder: Path) -> None:
