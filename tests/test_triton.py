@@ -19,7 +19,7 @@ from conftest import no_waiting
 from torch.autograd import forward_ad
 
 import laprune
-from laprune.backends import Status, cuda, reference, use
+from laprune.backends import Status, _plans, cuda, reference, use
 from laprune.backends import pieces as in_pieces
 from laprune.backends._contract import OFFSET, TEMPERATURE
 from laprune.backends.exchange import Exchange
@@ -410,11 +410,11 @@ def test_pieces_are_solved_as_one_row(gamma):
 def test_plans_fill_their_warps():
     for n in (1, 2, 63, 64, 65, 4096, 32768):
         for each, warps in ((16, 1), (32, 4), (64, 8)):
-            how = cuda.short_plan(n, each, warps)
+            how = _plans.short_plan(n, each, warps)
             assert how.rows * how.lanes == 32 * how.warps
             assert how.warps == warps
-    assert cuda.long_plan(1, 10**9, 132, 8, 4).team == 132
-    assert cuda.long_plan(4096, 100_000, 132, 8, 4).team == 1
+    assert _plans.long_plan(1, 10**9, 132, 8, 4).team == 132
+    assert _plans.long_plan(4096, 100_000, 132, 8, 4).team == 1
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from laprune.backends import cuda
-from laprune.backends.cuda import Plan
+from laprune.backends._plans import Plan
 from laprune.studies import inputs
 
 PLANS = [Plan(16, 4, 2), Plan(1, 64, 1), Plan(1, 32, 2, team=1), Plan(1, 32, 4, team=3)]

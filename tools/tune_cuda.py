@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from laprune.backends import cuda
-from laprune.backends.cuda import Plan
+from laprune.backends._plans import Plan, long_plan
 
 SHAPES = {"65536x64": 8, "4096x4096": 32, "4096x32768": 64}
 SHAPES |= {f"1x{n}": n // 16 for n in (10**5, 10**6, 10**7, 10**8)}
@@ -50,7 +50,7 @@ def jobs(only: list[str] | None) -> Iterator[Job]:
             if plans is None:
                 pairs = LONG_BACKWARD if backward else LONG_FORWARD
                 count = torch.cuda.get_device_properties(0).multi_processor_count
-                plans = [cuda.long_plan(rows, n, count, *pair) for pair in pairs]
+                plans = [long_plan(rows, n, count, *pair) for pair in pairs]
                 plans += [Plan(1, 256, 4, 2 * count)] if backward else []
             for plan in plans:
                 for registers in REGISTERS if plan.team == 0 else [0]:

@@ -13,35 +13,19 @@ import math
 import struct
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._contract import INFO_SIZE, STATE_SIZE
+from ._plans import Plan, plan, power
 from .reference import TOLERANCE
 
-SHORT = 1 << 15  # longest row that one program solves while there are rows enough
 COARSE = 8  # a very long row reads one tile in so many, and one per program, before all of itself
 VERY_LONG = 1 << 22
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LINE = 16  # numbers a program shows its team
-
-
-class Plan(NamedTuple):
-    """How a shape is cut into programs: tiles of lanes, rows, unroll and 4, a team per long row."""
-
-    rows: int
-    lanes: int
-    unroll: int
-    team: int = 0
-    """0: short rows, one program for `rows` of them; else so many programs for each row."""
-    registers: int = 0
-    """Most registers a thread may have; 0: as many as the compiler likes."""
-
-    @property
-    def warps(self) -> int:
-        return max(1, self.rows * self.lanes // 32)
 
 
 @functools.cache
@@ -71,38 +55,6 @@ def serves(scores: Tensor) -> bool:
 @functools.cache
 def _processors(index: int | None) -> int:
     return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def short_plan(n: int, each: int, warps: int) -> Plan:
-    """About `each` scores of a row per thread, and so many warps."""
-    lanes = min(max(1, _power(n) // each), 32 * warps)
-    unroll = max(1, min(_power(n) // (4 * lanes), 8 if each <= 32 else 4))
-    return Plan(32 * warps // lanes, lanes, unroll)
-
-
-def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Plan:
-    """Enough programs per row to fill the device once."""
-    tiles = -(-n // (unroll * 32 * warps * 4))
-    return Plan(1, 32 * warps, unroll, max(1, min(processors // max(rows, 1), tiles)))
-
-
-def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool) -> Plan:
-    """What ``tools/tune_cuda.py`` found best on an H200."""
-    if n <= SHORT and (n <= 4096 or rows * 2 > processors):
-        if n <= 512:
-            how, registers = (short_plan(n, 8, 1), 0) if backward else (short_plan(n, 16, 1), 96)
-        elif n <= 8192:
-            how, registers = short_plan(n, 32, 4) if backward else short_plan(n, 128, 1), 128
-        else:
-            how, registers = short_plan(n, 64, 16) if backward else short_plan(n, 32, 8), 128
-        return how if dtype == torch.float64 else how._replace(registers=registers)
-    if backward:
-        return long_plan(rows, n, processors, 8 if n <= 2 * 10**6 else 16, 4)
-    return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
 
 
 # The address of a device's current stream: 0 for the default one.
@@ -159,7 +111,7 @@ class _Launch:
             "EVEN": 1 if n % width == 0 else 2 if n > 4 * width else 0,
             "ONCE": how.team == 0 and n <= width,
             "TEAM": self.meets,
-            "LINES": _power(max(1, how.team)),
+            "LINES": power(max(1, how.team)),
         }
         self.options: dict[str, Any] = {"num_warps": how.warps, "enable_fp_fusion": True}
         if self.meets:
