@@ -6,6 +6,7 @@ in a process of its own. There, programs run one after another: a team has one p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -343,6 +344,24 @@ def test_the_way_of_most_calls_leads_where_the_others_do(function):
         for ours, usual, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, usual, atol=1e-12, rtol=1e-12)
             torch.testing.assert_close(ours, theirs, atol=2e-8, rtol=1e-6)
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # which torch itself does
+def test_a_backward_pass_that_is_compiled():
+    from torch._dynamo import compiled_autograd
+
+    scores, g = torch.randn(2, 2, 30, dtype=torch.float64, device=DEVICE)
+    compiled = compiled_autograd._enable(torch.compile(backend="eager"))
+    found = []
+    for how in (contextlib.nullcontext(), compiled):
+        r = scores.clone().requires_grad_()
+        with use(cuda):
+            out = laprune.soft_topk(r, 7, 0.7)
+            with how:
+                out.backward(g)
+        found.append(r.grad)
+    assert torch.equal(*found)
 
 
 @kernels
