@@ -6,6 +6,7 @@ in a process of its own. There, programs run one after another: a team has one p
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import importlib.util
 import math
@@ -596,6 +597,10 @@ def test_captured_launches_have_zeros_that_nobody_else_has(monkeypatch):
     for i, x in enumerate(counters):  # what one launch counts, the others do not see
         x += i + 1
     assert [x.unique().tolist() for x in counters] == [[1], [2], [3], [4]]
+    # Threads that capture at the same time share none either.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda _: cuda._scratch(OnDevice, 132, 1)[1].data_ptr(), range(400))
+    assert len(set(found)) == 400
     # When they are used up, a graph fills its own, and the next eager launch makes more.
     monkeypatch.setitem(cuda._spare, 0, torch.zeros(8, dtype=torch.int32))
     assert len(cuda._scratch(OnDevice, 132, 1)[1]) == 264

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import struct
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -67,21 +68,23 @@ _stream: Callable[[int], int] = getattr(
 _current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # The scratch of the devices' default streams.
 _kept: dict[int, tuple[Tensor, Tensor]] = {}
-# Zeros for counters of captured launches.
+# Zeros for counters of captured launches; threads may capture at the same time.
 _spare: dict[int, Tensor] = {}
+_sparing = threading.Lock()
 SPARE = 1 << 16
 
 
 def _scratch(like: Tensor, programs: int, rows: int) -> tuple[Tensor, Tensor]:
     """Of a launch's own. Zeros that a captured launch fills would cost a kernel at every replay, so
-    it has some that were made before, for good: torch waits for them when it begins to capture."""
+    it has some that were made before, for good; ``torch.cuda.graph`` waits for what came before."""
     lines = like.new_empty(programs * 2 * LINE, dtype=torch.float64)
     index = like.device.index
     if index is not None and torch.cuda.is_current_stream_capturing():
-        spare, count = _spare.get(index), -(-rows // 16) * 32
-        if spare is not None and len(spare) >= count:
-            _spare[index] = spare[count:]
-            return lines, spare[:count]
+        with _sparing:
+            spare, count = _spare.get(index), -(-rows // 16) * 32
+            if spare is not None and len(spare) >= count:
+                _spare[index] = spare[count:]
+                return lines, spare[:count]
     elif index is not None and (index not in _spare or len(_spare[index]) < SPARE // 2):
         _spare[index] = like.new_zeros(SPARE, dtype=torch.int32)
     return lines, like.new_zeros(programs * 2, dtype=torch.int32)
