@@ -23,7 +23,7 @@ from ._contract import INFO_SIZE, STATE_SIZE
 from ._plans import Plan, plan, power
 from .reference import TOLERANCE
 
-COARSE = 8  # a very long row reads one tile in so many, and one per program, before all of itself
+COARSE = 10  # a very long row reads one tile in so many, and one per program, before all of itself
 VERY_LONG = 1 << 22
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LINE = 16  # numbers a program shows its team

@@ -30,6 +30,7 @@ from .sums import (
     _line,
     _pass,
     _row_near,
+    _row_seen,
     _row_spread,
     _row_survey,
     _tile_mask,
@@ -150,11 +151,11 @@ def solve_rows(
         if sparse:
             below, above, gap = _row_near(p_x, n_cols, line, walk, T, T, U, ROWS, LANES, EVEN)
             near = (running > 0, below, -above, -gap)
-            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, False, T)
         else:
             # What depends on the scores beside the barrier falls away.
             near = (running * 0 > 0, none.to(T), none.to(T), none.to(T))
-            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
+            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, False, T)
         converged, tied, moved, sure, again, tried, _size, shows, weights = step
         live = running > 0
         z_sum, p_sum = tl.where(live, weights[0], z_sum), tl.where(live, weights[1], p_sum)
@@ -199,16 +200,6 @@ def _part_goal(hardness, k, n, FIXED: tl.constexpr):
         return hardness
     else:
         return tl.minimum(hardness, 1.0 - 1.0 / tl.sqrt(tl.maximum(k * (1.0 - k / n), 1.1)))
-
-
-@triton.jit
-def _sampled(step, at, passes):
-    """The next point of a part of a row, and whether its sums are wanted: a part is not worth being
-    solved to the end."""
-    moved, error = step[2], step[6]
-    sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (moved[2] > 0)
-    enough = (error < 0.3) | (sane == 0) | (passes >= 12)
-    return _keep(sane, moved, at), (enough == 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -269,95 +260,94 @@ def solve_long(
 
     # The first tile is on its way while the sample is solved.
     few = (whole == 0) & (few_tiles < tiles)
-    ready = tl.where(few, me * (tiles // few_tiles), me)
+    stretch = tiles // few_tiles
+    ready = tl.where(few, me * stretch, me)
     b_next = _load(p_x, ready, n_cols, -INF, T, U, LANES, EVEN)
     soft = _any(hardness < SOFT) & (FIXED == 0)
     tolerance = (mass_tol, hardness_tol)
-    nowhere = (none > 0, zero.to(T), zero.to(T), zero.to(T))
-    passes, sampling = none, (whole == 0).to(tl.int32)
-    while sampling > 0:
-        line = _line(at, T)
-        sums = _held_sums(b_s, line, T, 1)
-        spread = zero.to(T)
-        if soft:
-            spread = _held_spread(b_s, line, problem[3], problem[4], T, 1, LANES)
-        passes += 1
-        tries = (passes, none, none)
-        if tl.minimum(sums[1], sums[2]) < n * SPARSE:
-            below, above, gap = _held_near(b_s, line, T, 1)
-            near = (none == 0, below, -above, -gap)
-            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
-        else:
-            step = _step(sums, spread, nowhere, at, tries, problem, tolerance, FIXED, T)
-        at, sampling = _sampled(step, at, passes)
-
-    # Then a few tiles, if few, and the row.
-    at = _begin(at[0], at[1], at[2])
-    counting = (whole == 0).to(tl.int32)
+    # Then a few tiles, if few, and the row. All scores are taken to be finite until one is not.
+    sampling, looking = (whole == 0).to(tl.int32), (whole == 0).to(tl.int32)
     running = (status == STALLED).to(tl.int32)
     passes, polish, polished = none, none, none
     z_sum, p_sum, q_sum = zero.to(T), zero.to(T), zero.to(T)
     write, written = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    passes_all = tl.zeros([], tl.int32)
+    walks = tl.zeros([], tl.int32)
     while running > 0:
         line = _line(at, T)
         # Every other pass goes backwards: it finds in the cache what the one before left there.
-        last_tile = tl.where((few == 0) & ((passes_all & 1) > 0), tiles - 1, 0)
-        end, stretch = tl.where(few, few_tiles, tiles), tl.where(few, tiles // few_tiles, 1)
-        path = (me, end, size, stretch, last_tile)
-        passes_all += 1
-        after = tl.where((passes_all & 1) > 0, tiles - 1 - me, me)
-        if ready != _stop(me, path):
-            b_next = _load(p_x, _stop(me, path), n_cols, -INF, T, U, LANES, EVEN)
-        ready = after
-        sums, seen, b_next = _pass(
-            p_x, p_v, p_out, n_cols, line, write > 0, counting > 0, path, b_next, after, True, GATE,
-            T, U, 1, LANES, EVEN,
-        )  # fmt: skip
-        team = (p_lines, p_count, size, me, meetings)
-        sums, seen = _meet(_wide(sums), seen.to(f64), counting > 0, team, TEAM, LINES)
-        meetings += 1
-        if counting > 0:
-            bad = tl.floor(seen / BAD)
-            n = seen - bad * BAD
-            k_now = tl.where(few, k * few_tiles * W / n_cols, k)
-            goal = tl.where(few, _part_goal(hardness, k_now, n, FIXED), hardness)
-            problem = _pose(n, k_now, goal, FIXED, T, f64)
-            if few == 0:
-                status = _classify(n, bad, none > 0, k, hardness, FIXED)
-                counting = counting * 0
-        spread = zero
-        if soft:
-            spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], path, T, f64, U, 1,
-                                 LANES, EVEN)  # fmt: skip
-            spread = _meet1(spread, (p_lines, p_count, size, me, meetings), TEAM, LINES)
+        last_tile = tl.where((few == 0) & ((walks & 1) > 0), tiles - 1, 0)
+        path = (me, tl.where(few, few_tiles, tiles), size, tl.where(few, stretch, 1), last_tile)
+        spread, below, above, gap = zero.to(T), zero.to(T), zero.to(T), zero.to(T)
+        if sampling > 0:
+            sums = _wide(_held_sums(b_s, line, T, 1))
+            if soft:
+                spread = _held_spread(b_s, line, problem[3], problem[4], T, 1, LANES)
+            sparse = tl.minimum(sums[1], sums[2]) < n * SPARSE
+            if sparse:
+                below, above, gap = _held_near(b_s, line, T, 1)
+        else:
+            after = tl.where(few | ((walks & 1) > 0), me, tiles - 1 - me)
+            walks += tl.where(few, 0, 1)
+            if ready != _stop(me, path):
+                b_next = _load(p_x, _stop(me, path), n_cols, -INF, T, U, LANES, EVEN)
+            ready = after
+            sums, odd, b_next = _pass(
+                p_x, p_v, p_out, n_cols, line, write > 0, looking > 0, path, b_next, after, True,
+                GATE, T, U, 1, LANES, EVEN,
+            )  # fmt: skip
+            team = (p_lines, p_count, size, me, meetings)
+            sums, odd = _meet(_wide(sums), odd.to(f64), looking > 0, team, TEAM, LINES)
             meetings += 1
-        spread = spread.to(T)
+            if looking > 0:
+                n = zero + tl.where(few, few_tiles * W, n_cols)
+                bad = zero
+                if odd != odd:
+                    seen = _row_seen(p_x, n_cols, path, T, f64, U, 1, LANES, EVEN)
+                    seen = _meet1(seen, (p_lines, p_count, size, me, meetings), TEAM, LINES)
+                    meetings += 1
+                    bad = tl.floor(seen / BAD)
+                    n = seen - bad * BAD
+                k_now = tl.where(few, k * few_tiles * W / n_cols, k)
+                goal = tl.where(few, _part_goal(hardness, k_now, n, FIXED), hardness)
+                problem = _pose(n, k_now, goal, FIXED, T, f64)
+                if few == 0:
+                    status = _classify(n, bad, none > 0, k, hardness, FIXED)
+                    looking = looking * 0
+            if soft:
+                spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], path, T, f64, U, 1,
+                                     LANES, EVEN)  # fmt: skip
+                team = (p_lines, p_count, size, me, meetings)
+                spread = _meet1(spread, team, TEAM, LINES).to(T)
+                meetings += 1
+            sparse = tl.minimum(sums[1], sums[2]) < n * SPARSE
+            if sparse:
+                beside = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
+                beside = _meet_max(beside, (p_lines, p_count, size, me, meetings), TEAM, LINES)
+                meetings += 1
+                below, above, gap = beside[0].to(T), beside[1].to(T), beside[2].to(T)
         passes += 1
         tries = (passes, polish, polished)
-        if tl.minimum(sums[1], sums[2]) < n * SPARSE:
-            beside = _row_near(p_x, n_cols, line, path, T, f64, U, 1, LANES, EVEN)
-            beside = _meet_max(beside, (p_lines, p_count, size, me, meetings), TEAM, LINES)
-            meetings += 1
-            near = (none == 0, beside[0].to(T), -beside[1].to(T), -beside[2].to(T))
-            step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, T)
-        else:
-            step = _step(sums, spread, nowhere, at, tries, problem, tolerance, FIXED, T)
-        if few:
-            at, going = _sampled(step, at, passes)
-            if going == 0:
-                few = few & (none > 0)
+        near = (sparse, below, -above, -gap)
+        step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, True, T)
+        converged, tied, moved, sure, again, tried, error, shows, weights = step
+        if (sampling > 0) | few:
+            # A part of a row is not worth being solved to the end.
+            sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (moved[2] > 0)
+            at = _keep(sane, moved, at)
+            if (error < 0.8) | (sane == 0) | (passes >= 12):
+                few = few & (sampling > 0)
+                sampling = sampling * 0
                 passes = none
                 at = _begin(at[0], at[1], at[2])
         else:
-            converged, tied, moved, sure, polish, polished, _size, shows, weights = step
-            live = status == STALLED
             z_sum, p_sum, q_sum = weights[0] + 0.0, weights[1] + 0.0, weights[2] + 0.0
+            live = status == STALLED
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
             better = live & converged & sure
             at = _keep((running > 0) | better, moved, at)
+            polish, polished = again, tried
             written = tl.where(better & shows, 0, write)
             write = running * polish
 

@@ -10,6 +10,7 @@ from .team import _meet1
 from .tiles import INF, _log, _over
 
 ROUNDS = tl.constexpr(4)  # counts that locate the barrier
+DOUBT = tl.constexpr(0.7)  # a count knows the barrier to so many times its standard deviation
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
     b = lo + share * (hi - lo)
     wide = tl.abs(hi - lo)
     rest = 1.0 - _over(few, n)
-    soft = tl.minimum(1.0 / tl.sqrt(few * rest), 0.5)
+    soft = tl.minimum(DOUBT / tl.sqrt(few * rest), 0.5)
     if FIXED == 0:
         soft = tl.maximum(soft, _over(1.0, 1.0 + odds))
     t = _over(soft * rest / 0.75 * wide, f_lo - f_hi)

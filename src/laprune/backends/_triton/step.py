@@ -58,9 +58,31 @@ def _keep(m, new, old):
 
 
 @triton.jit
+def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
+    """Newton's step of b/t and of t, relative to t, for plain sums that are `over` k and `short` of
+    the hardness, with what their curvature adds; and about what is left after that.
+
+    A score moves by dz = -v - d z + v d + d^2 z. What z and q are not summed up for, d^2 and half
+    of v d, is that of scores whose density changes linearly over a few temperatures.
+    """
+    q, w, lean = q_lo + q_hi, qw_lo + qw_hi, qw_hi - qw_lo
+    tilt = (q_lo - 2.0 * qq_lo) - (q_hi - 2.0 * qq_hi)
+    rise = 2.0 * qqw - w
+    r_det = _over(1.0, tl.minimum(q * rise - lean * tilt, -1e-37))
+    v, d = (over * rise - lean * short) * r_det, (q * short - tilt * over) * r_det
+    over = v * (d * (q - w) + 0.5 * v * (q_lo - q_hi)) - 0.5 * lean * d * d
+    short = v * (d * (tilt + 0.75 * lean) + v * (0.5 * q - 2.0 * (qq_lo + qq_hi)))
+    v_more, d_more = (over * rise - lean * short) * r_det, (q * short - tilt * over) * r_det
+    size = tl.abs(v) + tl.abs(d)
+    more = tl.abs(v_more) + tl.abs(d_more)
+    return v + v_more, d + d_more, size, more, 0.3 * size * more + 0.05 * d * d
+
+
+@triton.jit
 def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr,
-          S: tl.constexpr):  # fmt: skip
-    """Judge the sums at a point and propose the next one, row by row.
+          DENSE: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Judge the sums at a point and propose the next one, row by row. DENSE: rows so long that many
+    scores are undecided, as a rule.
 
     Returns whether the point is converged or tied, the next point, whether it is sure to be better,
     whether it should be the answer, the tries to polish, the size of the error, whether the next
@@ -169,6 +191,16 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     if FIXED:
         warmer = tl.where((held == d) & (outside == 0), heat, warmer)
     b_both = b + t * (u + (u - e1_t * r_e1_b) * growth)
+    left = t * 0.0 + INF
+    if DENSE and FIXED == 0:
+        # Close by, the plain sums are closer to linear than their logarithms.
+        short = _over((V * odds - C) + excess * ((rest - a) - shift), 1.0 + odds)
+        v, grown, moves, more, left = _curve(
+            q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, excess, short
+        )
+        smooth = (moves < 0.6) & (more < 0.2 * moves) & (outside == 0) & (held == d)
+        growth, b_both = tl.where(smooth, grown, growth), tl.where(smooth, b + t * v, b_both)
+        warmer, left = t + t * growth, tl.where(smooth, left, INF)
 
     # Newton's step in b alone, inside its bracket; where no score is in sight, on to the next, and
     # not past it.
@@ -209,9 +241,11 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     last = plain & (t == heat if FIXED else both)
     far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
     sure = plain & (far * far <= mass_tol)
-    shows = (converged == 0) | (by_b + by_t > 0.1 * hardness_tol)
+    shows = (converged == 0) | (by_b + by_t > 0.15 * hardness_tol)
     converged = converged | (last & sure)
-    last = last & (size * size <= tl.minimum(25 * mass_tol, 0.2 * hardness_tol))
+    little = tl.minimum(25 * mass_tol, 0.2 * hardness_tol)
+    likely = left <= tl.minimum(0.5 * hardness_tol, _over(5 * mass_tol * few, q))
+    last = last & ((size * size <= little) | likely)
 
     # The pivot becomes the barrier, rounded, or the score right beside it, on which all weight may
     # come to rest; b is what is left. The sum is exact.

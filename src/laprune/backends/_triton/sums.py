@@ -1,12 +1,25 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM300
+# ruff: noqa: SIM102, SIM300
 """What is summed over the scores of a row, tile by tile, or over one tile held in registers."""
 
 import triton
 import triton.language as tl
 
 from .team import _across, _across_max, _max3, _own8, _plus, _zero8
-from .tiles import INF, LOG2E, _load, _max_y, _plain, _stop, _store, _total, _v, _zeros
+from .tiles import (
+    INF,
+    LOG2E,
+    _columns,
+    _fetch,
+    _load,
+    _max_y,
+    _plain,
+    _stop,
+    _store,
+    _total,
+    _v,
+    _zeros,
+)
 
 BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
 
@@ -72,34 +85,56 @@ def _tile_seen(b_x, T: tl.constexpr):
 
 
 @triton.jit
-def _pass(p_x, p_v, p_out, n_cols, line, write, counting, walk, b_next, after,
+def _tile_odd(b_x, i, n_cols, U: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):
+    """Zero, or NaN if a score of tile i is not finite."""
+    b_odd = b_x * 0.0
+    if EVEN != 1:
+        if (i + 1) * (U * LANES * 4) > n_cols:
+            b_odd = tl.where(_columns(i, U, LANES) < n_cols, b_odd, 0.0)
+    return tl.sum(_plain(b_odd), 2)
+
+
+@triton.jit
+def _pass(p_x, p_v, p_out, n_cols, line, write, looking, walk, b_next, after,
           AHEAD: tl.constexpr, GATE: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
           ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """The sums at a point, and, where asked, the mask there and how many scores are eligible (BAD
-    for each bad one).
+    """The sums at a point, and, where asked, the mask there and whether all scores are finite: zero
+    if so, NaN else.
 
-    AHEAD: the next tile is asked for while this one is summed. b_next is that of the first stop; at
-    the last one, that at `after` is asked for, where the next pass is to begin.
+    AHEAD: the next tile is asked for while this one is summed, and one further on into the cache.
+    b_next is that of the first stop; at the last one, that at `after` is asked for, where the next
+    pass is to begin.
     """
     lanes = _zero8(ROWS, LANES, T)
-    seen = tl.zeros([ROWS, LANES, 4], T)
+    odd = tl.zeros([ROWS, LANES, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
         i = _stop(j, walk)
         if AHEAD:
             b_x = b_next
             then = tl.where(j + walk[2] < walk[1], _stop(j + walk[2], walk), after)
             b_next = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
+            if j + 3 * walk[2] < walk[1]:
+                _fetch(p_x, _stop(j + 3 * walk[2], walk), n_cols, U, LANES)
         else:
             b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
         lanes = _plus(lanes, _tile_sums(b_x, line, T))
-        if counting:
-            seen += _tile_seen(b_x, T)
+        if looking:
+            odd += _tile_odd(b_x, i, n_cols, U, LANES, EVEN)
         if write:
             _write(p_v, p_out, i, n_cols, b_x, line, GATE, T, U, LANES, EVEN)
-    total = _zeros(ROWS, T)
-    if counting:
-        total = _total(seen, T, ROWS)
-    return _across(lanes, ROWS), total, b_next
+    found = _zeros(ROWS, T)
+    if looking:
+        found = _total(odd, T, ROWS)
+    return _across(lanes, ROWS), found, b_next
+
+
+@triton.jit
+def _row_seen(p_x, n_cols, walk, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+              ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    seen = tl.zeros([ROWS, LANES, 4], T)
+    for j in range(walk[0], walk[1], walk[2]):
+        seen += _tile_seen(_load(p_x, _stop(j, walk), n_cols, -INF, T, U, LANES, EVEN), T)
+    return _total(seen, S, ROWS)
 
 
 @triton.jit

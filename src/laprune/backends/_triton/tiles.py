@@ -131,6 +131,17 @@ def _store(p, i, n_cols, b_x, U: tl.constexpr, LANES: tl.constexpr, EVEN: tl.con
 
 
 @triton.jit
+def _fetch(p, i, n_cols, U: tl.constexpr, LANES: tl.constexpr):
+    """Tile i is asked for, into the cache."""
+    if COMPILED:
+        o = tl.minimum(i * (U * LANES * 4) + tl.arange(0, LANES) * (U * 4), n_cols - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p + o], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
     """A tile whose fours are spread evenly over a long row."""
     every = n_cols // (U * LANES * 4)
