@@ -16,7 +16,7 @@ from .endpoints import (
     _other_mask,
     _tile_hard,
 )
-from .sums import _line, _row_count, _y
+from .sums import _line_of, _row_count, _y
 from .team import (
     COLUMNS,
     _across,
@@ -130,7 +130,8 @@ def vjp(
     gb, gt = tl.zeros_like(t), tl.zeros_like(t)
     if PULL:
         gb, gt = tl.load(p_pull + o_rows * 5 + 1).to(S), tl.load(p_pull + o_rows * 5 + 2).to(S)
-    line = _line(at, T)
+    r_t = 1.0 / at[2]
+    line = _line_of(at, r_t, T)
     centre = (means[0].to(T), means[1].to(T))
     centred = (centre[0].to(S), centre[1].to(S))
     tiles = 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4)
@@ -177,7 +178,7 @@ def vjp(
         if ONCE == 0:
             b_xn = _load(p_x, first, n_cols, -INF, T, U, LANES, EVEN)
             b_gn = _load(p_g, first, n_cols, 0.0, T, U, LANES, EVEN)
-    e_bar, c1, rate = e_bar.to(T), c1.to(T), (1.0 / at[2]).to(T)
+    e_bar, c1, rate = e_bar.to(T), c1.to(T), r_t.to(T)
     under, over = p_bar.to(T), (1.0 - p_bar).to(T)
     # What only a regular row has a gradient of, and what a broken one adds to it.
     least = tl.where(_is_regular(status), -INF, INF).to(T)

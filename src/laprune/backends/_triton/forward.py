@@ -24,6 +24,7 @@ from .sums import (
     BAD,
     _gate,
     _held_near,
+    _held_range,
     _held_spread,
     _held_sums,
     _held_survey,
@@ -115,7 +116,14 @@ def solve_rows(
     b_held = p_x
     if ONCE:
         b_held = _load(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
-        n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
+        if EVEN == 1:
+            # Most rows are finite, and so is their mean then.
+            mean, high, low = _held_range(b_held, n_cols, ROWS)
+            n, bad = mean * 0.0 + n_cols, mean * 0.0
+            if _any((n == n_cols) == 0):
+                n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
+        else:
+            n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
     else:
         n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
     low, share = -low, n_cols / tl.maximum(n, 1.0)

@@ -177,6 +177,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     crossed = t_lo >= t_hi
     t_lo, t_hi = tl.where(crossed, 0.0, t_lo), tl.where(crossed, INF, t_hi)
     down = tl.maximum(_log(tl.maximum(tl.abs(u), 1e-15) * 0.33333333333333), -MAX_STEP)
+    # Where e2 is small and flat, it grows steeper below: Newton would go too far.
+    down = tl.where((slope > -0.15) & (residual > -0.25), tl.maximum(down, -1.2), down)
     held = tl.where(pinned, d, tl.minimum(tl.maximum(d, down), MAX_STEP))
     growth = _growth(held)
     warmer = t + t * growth
@@ -184,7 +186,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     inside = (warmer > t_lo) & (warmer < t_hi) & (tl.abs(held) <= 0.75 * stride)
     outside = bracketed & (inside == 0)
     r_t = _over(1.0, t)
-    middle = tl.sqrt(tl.maximum(t_lo * r_t, 1e-18)) * tl.sqrt(tl.minimum(t_hi * r_t, 1e18))
+    middle = tl.sqrt(tl.maximum(t_lo * r_t, 1e-18) * tl.minimum(t_hi * r_t, 1e18))
     growth = tl.where(outside, middle - 1.0, growth)
     length = tl.abs(tl.where(outside, _log(middle), held))
     warmer = t + t * growth
@@ -240,7 +242,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # little, the pass there writes, and another one will if that was too early.
     last = plain & (t == heat if FIXED else both)
     far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
-    sure = plain & (far * far <= mass_tol)
+    sure = plain & (far * far <= 2.5 * mass_tol)
     shows = (converged == 0) | (by_b + by_t > 0.15 * hardness_tol)
     converged = converged | (last & sure)
     little = tl.minimum(25 * mass_tol, 0.2 * hardness_tol)

@@ -13,6 +13,7 @@ from .tiles import (
     _fetch,
     _load,
     _max_y,
+    _over,
     _plain,
     _stop,
     _store,
@@ -25,10 +26,16 @@ BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of
 
 
 @triton.jit
-def _line(at, T: tl.constexpr):
+def _line_of(at, r_t, T: tl.constexpr):
     """y = (x - pivot) rate - c. The pivot is the barrier to the digits of T, so that c is small."""
-    rate = tl.minimum(1.0 / at[2] * LOG2E, 1e38 if T == tl.float32 else 1e307)
+    rate = tl.minimum(r_t * LOG2E, 1e38 if T == tl.float32 else 1e307)
     return at[0].to(T), rate.to(T), (at[1] * rate).to(T)
+
+
+@triton.jit
+def _line(at, T: tl.constexpr):
+    """The same, with a quick 1/t."""
+    return _line_of(at, _over(0.25, 0.25 * at[2]), T)
 
 
 @triton.jit
@@ -54,8 +61,7 @@ def _tile_sums(b_x, line, T: tl.constexpr):
 @triton.jit
 def _tile_mask(b_x, line, T: tl.constexpr):
     b_y = _y(b_x, line)
-    b_w = tl.abs(b_y)
-    b_q = tl.where(b_w < _max_y(T), 0.5 * tl.exp2(tl.minimum(b_w, _max_y(T)) * -1.0), 0.0)
+    b_q = 0.5 * tl.exp2(tl.abs(b_y) * -1.0)
     return tl.where(b_y > 0, 1.0 - b_q, b_q)
 
 
@@ -242,6 +248,21 @@ def _held_survey(b_x, n_cols, T: tl.constexpr, S: tl.constexpr, ROWS: tl.constex
                  LANES: tl.constexpr):  # fmt: skip
     s = _tile_survey(b_x, n_cols, T)
     return _surveyed(s[0], s[1], tl.zeros([ROWS, LANES, 4], T) + s[2], s[3], s[4], S, ROWS)
+
+
+@triton.jit
+def _mean_and_ends(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, tl.maximum(a1, b1), tl.maximum(a2, b2)
+
+
+@triton.jit
+def _held_range(b_x, n_cols, ROWS: tl.constexpr):
+    """The mean, which is finite if every score is, the highest score and minus the lowest."""
+    share = 1.0 / n_cols
+    found = (tl.sum(_plain(b_x * share), 2), tl.max(_plain(b_x), 2), tl.max(_plain(b_x * -1.0), 2))
+    found = (tl.sum(found[0], 2), tl.max(found[1], 2), tl.max(found[2], 2))
+    found = tl.reduce(found, 1, _mean_and_ends)
+    return tl.reduce(found, 0, _mean_and_ends) if ROWS == 1 else found
 
 
 @triton.jit
