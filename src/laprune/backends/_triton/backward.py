@@ -38,13 +38,13 @@ def _grad_tile(b_x, b_e, line, means, ASKED: tl.constexpr, T: tl.constexpr):
     """The gradient's sums, centred on the means; b_e is the gradient of p. ASKED: so are the count
     of the scores and the sum of b_e, which only gradients of k and hardness take."""
     b_y = _y(b_x, line)
-    m_ok = b_x > -INF
-    b_q = tl.where(m_ok, 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0), 0.0)
+    b_w = tl.minimum(tl.abs(b_y), _max_y(T))
+    b_q = 0.5 * tl.exp2(tl.abs(b_y) * -1.0)
     b_p = tl.where(b_y > 0, (1.0 - _v(means[1])) - b_q, b_q - _v(means[1]))
-    b_z = b_q * (tl.minimum(tl.maximum(b_y, -_max_y(T)), _max_y(T)) * LN2 - _v(means[0]))
+    b_z = b_q * (tl.where(b_y > 0, b_w, -b_w) * LN2 - _v(means[0]))
     b_n, b_t = tl.zeros_like(b_q), tl.zeros_like(b_q)
     if ASKED:
-        b_n, b_t = tl.where(m_ok, 1.0, 0.0).to(T), b_e
+        b_n, b_t = tl.where(b_x > -INF, 1.0, 0.0).to(T), b_e
     terms = (b_n, b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_t)
     return _own8(terms, T)
 
@@ -195,7 +195,7 @@ def vjp(
             b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         b_e = _upstream(p_v, i, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
         b_y = _y(b_x, line)
-        b_q = 0.5 * tl.exp2(tl.minimum(tl.abs(b_y), _max_y(T)) * -1.0)
+        b_q = 0.5 * tl.exp2(tl.abs(b_y) * -1.0)
         b_p = tl.where(b_y > 0, 1.0 - b_q, b_q)
         b_off = tl.where(b_y > 0, _v(over) - b_q, b_q - _v(under))
         b_d = b_q * _v(rate) * ((b_e - _v(e_bar)) - _v(c1) * b_off)

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM102
 """The forward kernels: short rows, several to a program, and long rows, a team to each."""
 
 import triton
@@ -185,14 +184,13 @@ def solve_rows(
     if others:
         level = tl.where(status == INFEASIBLE, 1.0, k / n)
         level = tl.where(status == NONFINITE, float("nan"), level)
-    if _any(status == HARD):
-        threshold, share, left = _select(
-            p_x, n_cols, k, alone, T, T, U, ROWS, LANES, EVEN, False, 1
-        )
-    if ONCE:
-        if others == 0:
-            _write(p_v, p_out, 0, n_cols, b_held, _line(at, T), GATE, T, U, LANES, EVEN)
-            written += 1
+        if _any(status == HARD):
+            threshold, share, left = _select(
+                p_x, n_cols, k, alone, T, T, U, ROWS, LANES, EVEN, False, 1
+            )
+    elif ONCE:
+        _write(p_v, p_out, 0, n_cols, b_held, _line(at, T), GATE, T, U, LANES, EVEN)
+        written += 1
     if (written == 0) | others:
         _fill(p_x, p_v, p_out, n_cols, _line(at, T), level, status, threshold, left, walk, GATE,
               T, U, ROWS, LANES, EVEN)  # fmt: skip

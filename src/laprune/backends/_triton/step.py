@@ -242,7 +242,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     # little, the pass there writes, and another one will if that was too early.
     last = plain & (t == heat if FIXED else both)
     far = tl.maximum(size, tl.maximum(tl.abs(u), tl.where(both, length, 0.0)))
-    sure = plain & (far * far <= 2.5 * mass_tol)
+    sure = plain & (far * far <= (1.0 if DENSE else 1.6) * mass_tol)
     shows = (converged == 0) | (by_b + by_t > 0.15 * hardness_tol)
     converged = converged | (last & sure)
     little = tl.minimum(25 * mass_tol, 0.2 * hardness_tol)
