@@ -48,7 +48,9 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
         if n <= 512:
             how, registers = (short_plan(n, 8, 1), 64) if backward else (short_plan(n, 16, 1), 128)
         elif n <= 8192:
-            how, registers = short_plan(n, 32, 4) if backward else short_plan(n, 128, 1), 128
+            how, registers = (
+                (short_plan(n, 32, 4), 168) if backward else (short_plan(n, 128, 1), 128)
+            )
         else:
             how, registers = short_plan(n, 64, 16) if backward else short_plan(n, 32, 8), 128
         return how if dtype == torch.float64 else how._replace(registers=registers)
