@@ -107,9 +107,12 @@ def test_running_out_of_time_is_a_result(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory_is_that_of_the_timed_calls() -> None:
-    result = scaling.point(SETTING | {"n": 2_000_000, "k": 125_000})
-    two_rows = 2 * 4 * 2_000_000
-    assert 0.5 * two_rows <= result["peak_bytes"] <= 3 * two_rows
+    # Rows of 32 MB and more go back to the system once they are freed; of smaller ones the C library
+    # keeps as many as it likes.
+    n = 9_000_000
+    result = scaling.point(SETTING | {"n": n, "k": n // 16})
+    two_rows = 2 * 4 * n
+    assert 0.8 * two_rows <= result["peak_bytes"] <= 2 * two_rows
     assert result["ms"] > 0
 
 
