@@ -1,7 +1,7 @@
 """The Triton kernels against the reference: on a GPU if there is one, else in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, so without a GPU one test runs this file
-in a process of its own. There, programs run one after another: a team has one program.
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,15 +39,20 @@ kernels = pytest.mark.skipif(
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="no NVIDIA GPU")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, inside the interpreter
 
-TEAM = 2 if ON_GPU else 1
+if INTERPRETED:
+    import interpreter
+
+    interpreter.install()
+
 PLANS = {
     "held": cuda.Plan(2, 16, 4),
     "rows": cuda.Plan(16, 4, 2),
     "row": cuda.Plan(1, 64, 1),
     "alone": cuda.Plan(1, 32, 2, team=1),
-    "team": cuda.Plan(1, 32, 4, team=TEAM),
+    "team": cuda.Plan(1, 32, 1, team=3),
 }
 REGIMES = list(PLANS)
+PLANS["wide"] = cuda.Plan(1, 256, 4, team=1)
 # Mask and gradient. The reference itself stops at 1e-8 in the log odds of gamma.
 TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.float64: (2e-9, 1e-7)}
 MASS = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -395,11 +400,36 @@ def test_half_types(dtype):
 
 
 @kernels
-def test_a_few_tiles_precede_a_very_long_row(monkeypatch):
+@pytest.mark.parametrize("regime", ["alone", "team"])
+def test_a_few_tiles_precede_a_very_long_row(regime, monkeypatch):
     monkeypatch.setattr(cuda, "COARSE", 2)
     monkeypatch.setattr(cuda, "VERY_LONG", 600)
     r = inputs.draw("gaussian", 1, 1500, dtype=torch.float32)
-    compare("alone", r, torch.tensor([300.0]).double(), torch.tensor([0.7]).double())
+    compare(regime, r, torch.tensor([300.0]).double(), torch.tensor([0.7]).double())
+
+
+@kernels
+def test_long_rows_whose_scores_lie_far_to_one_side():
+    """Most of them, and with them the curvature of the sums, are temperatures from the barrier."""
+    names = ("cauchy", "cauchy", "cauchy", "lognormal", "cauchy")
+    r = torch.cat([inputs.draw(x, 1, 20_001, seed=3, dtype=torch.float32) for x in names])
+    k = torch.tensor([19_960.5, 19_960.5, 32, 32, 1250], dtype=torch.float64)
+    h = torch.tensor([0.05, 0.001, 0.05, 0.3, 0.9], dtype=torch.float64)
+    compare("wide", r, k, h)
+
+
+@kernels
+@pytest.mark.parametrize("n", [5, 33, 256])
+def test_many_rows_of_every_family(n):
+    rows = 64
+    r = torch.cat([inputs.draw(x, rows, n, seed=n, dtype=torch.float32) for x in inputs.REGISTRY])
+    k, h = inputs.budgets(len(r), n), inputs.hardnesses(len(r), 1 - 1e-4)
+    how = cuda.Plan(16 if ON_GPU else 1024, 4, 2)
+    out, _, info = cuda.solve(*(x.to(DEVICE) for x in (r, k, h)), None, False, False, how=how)
+    want = reference.solve(r.double(), k, h, None, False, False)[0]
+    assert (info[:, 0] != Status.STALLED).all()
+    assert (info[:, 1] <= 40).all()
+    torch.testing.assert_close(out.double().cpu(), want, atol=2e-6, rtol=0)
 
 
 @kernels
