@@ -63,9 +63,11 @@ def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
     the hardness, with what their curvature adds; and about what is left after that.
 
     A score moves by dz = -v - d z + v d + d^2 z. What z and q are not summed up for, d^2 and half
-    of v d, is that of scores whose density changes linearly over a few temperatures.
+    of v d, is that of scores whose density changes linearly over a few temperatures: the mean of |z|
+    is near 1 then, and that of z near 0. Elsewhere what is left is anything.
     """
     q, w, lean = q_lo + q_hi, qw_lo + qw_hi, qw_hi - qw_lo
+    linear = (tl.abs(w - q) < 0.4 * q) & (tl.abs(lean) < 0.65 * q)
     tilt = (q_lo - 2.0 * qq_lo) - (q_hi - 2.0 * qq_hi)
     rise = 2.0 * qqw - w
     r_det = _over(1.0, tl.minimum(q * rise - lean * tilt, -1e-37))
@@ -75,7 +77,8 @@ def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
     v_more, d_more = (over * rise - lean * short) * r_det, (q * short - tilt * over) * r_det
     size = tl.abs(v) + tl.abs(d)
     more = tl.abs(v_more) + tl.abs(d_more)
-    return v + v_more, d + d_more, size, more, 0.3 * size * more + 0.05 * d * d
+    left = tl.where(linear, 0.3 * size * more + 0.05 * d * d, INF)
+    return v + v_more, d + d_more, size, more, left
 
 
 @triton.jit
@@ -200,7 +203,8 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
         v, grown, moves, more, left = _curve(
             q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, excess, short
         )
-        smooth = (moves < 0.6) & (more < 0.2 * moves) & (outside == 0) & (held == d)
+        smooth = (moves < 0.6) & (more < 0.2 * moves) & (left < INF)
+        smooth = smooth & (outside == 0) & (held == d)
         growth, b_both = tl.where(smooth, grown, growth), tl.where(smooth, b + t * v, b_both)
         warmer, left = t + t * growth, tl.where(smooth, left, INF)
 
