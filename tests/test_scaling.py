@@ -107,8 +107,8 @@ def test_running_out_of_time_is_a_result(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory_is_that_of_the_timed_calls() -> None:
-    # Rows of 32 MB and more go back to the system once they are freed; of smaller ones the C library
-    # keeps as many as it likes.
+    # Rows of 32 MB and more go back to the system once they are freed; of smaller ones the C
+    # library keeps as many as it likes.
     n = 9_000_000
     result = scaling.point(SETTING | {"n": n, "k": n // 16})
     two_rows = 2 * 4 * n

@@ -63,8 +63,8 @@ def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
     the hardness, with what their curvature adds; and about what is left after that.
 
     A score moves by dz = -v - d z + v d + d^2 z. What z and q are not summed up for, d^2 and half
-    of v d, is that of scores whose density changes linearly over a few temperatures: the mean of |z|
-    is near 1 then, and that of z near 0. Elsewhere what is left is anything.
+    of v d, is that of scores whose density changes linearly over a few temperatures: the mean of
+    |z| is near 1 then, and that of z near 0. Elsewhere what is left is anything.
     """
     q, w, lean = q_lo + q_hi, qw_lo + qw_hi, qw_hi - qw_lo
     linear = (tl.abs(w - q) < 0.4 * q) & (tl.abs(lean) < 0.65 * q)
