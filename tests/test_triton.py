@@ -53,6 +53,7 @@ PLANS = {
 }
 REGIMES = list(PLANS)
 PLANS["wide"] = cuda.Plan(1, 256, 4, team=1)
+LINEAR = ("gaussian", "relu")  # around the barrier
 # Mask and gradient. The reference itself stops at 1e-8 in the log odds of gamma.
 TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.float64: (2e-9, 1e-7)}
 MASS = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -416,6 +417,16 @@ def test_long_rows_whose_scores_lie_far_to_one_side():
     k = torch.tensor([19_960.5, 19_960.5, 32, 32, 1250], dtype=torch.float64)
     h = torch.tensor([0.05, 0.001, 0.05, 0.3, 0.9], dtype=torch.float64)
     compare("wide", r, k, h)
+
+
+@kernels
+def test_curvature_spares_long_rows_a_pass():
+    r = torch.cat([inputs.draw(x, 4, 100_000, seed=1, dtype=torch.float32) for x in LINEAR])
+    k = torch.full((8,), 6250.0, dtype=torch.float64, device=DEVICE)
+    h = torch.full_like(k, 0.9)
+    _, _, info = cuda.solve(r.to(DEVICE), k, h, None, False, False, how=PLANS["wide"])
+    assert (info[:, 0] == Status.CONVERGED).all()
+    assert info[:, 1].sum() <= 19  # 22 without
 
 
 @kernels

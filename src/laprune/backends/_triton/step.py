@@ -60,7 +60,8 @@ def _keep(m, new, old):
 @triton.jit
 def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
     """Newton's step of b/t and of t, relative to t, for plain sums that are `over` k and `short` of
-    the hardness, with what their curvature adds; and about what is left after that.
+    the hardness, with what their curvature adds, as docs/mathematics.md derives it; and about what
+    is left after that.
 
     A score moves by dz = -v - d z + v d + d^2 z. What z and q are not summed up for, d^2 and half
     of v d, is that of scores whose density changes linearly over a few temperatures: the mean of
