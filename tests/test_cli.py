@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -350,6 +351,13 @@ def test_the_list_says_which_studies_need_data() -> None:
 
 def test_the_version_is_told() -> None:
     assert invoke("--version").stdout == f"laprune {laprune.__version__}\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "laprune", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == f"laprune {laprune.__version__}\n"
 
 
 def test_trials_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import laprune
 
 ROOT = Path(laprune.__file__).parent
 DEPTH = {
+    "__main__": -2,
     "cli": -1,
     "commands": 0,
     "studies": 1,

@@ -6,34 +6,47 @@ compute-sanitizer --tool racecheck python tools/sanitize_cuda.py
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from laprune.backends import cuda
 from laprune.backends._plans import Plan
 from laprune.studies import inputs
 
-PLANS = [Plan(16, 4, 2), Plan(1, 64, 1), Plan(1, 32, 2, team=1), Plan(1, 32, 4, team=3)]
+# Rows held in registers, rows in tiles, teams; tiles that end with the row, and others.
+CASES = [
+    (Plan(2, 16, 4), 77),
+    (Plan(2, 16, 4), 256),
+    (Plan(16, 4, 2), 77),
+    (Plan(1, 64, 1), 1501),
+    (Plan(1, 32, 2, team=1), 1501),
+    (Plan(1, 32, 4, team=3), 1501),
+    (Plan(1, 32, 1, team=3), 1536),
+]
 
 
-def main() -> None:
-    gamma = torch.tensor([0.0, 0.02, 0.9, 0.999, 1.0, 0.5], dtype=torch.float64, device="cuda")
-    k = torch.tensor([5.0, 30.5, 9.0, 40.0, 33.25, 0.0], dtype=torch.float64, device="cuda")
+def main(device: str = "cuda") -> None:
+    gamma = torch.tensor([0.0, 0.02, 0.9, 0.999, 1.0, 0.5], dtype=torch.float64, device=device)
+    k = torch.tensor([5.0, 30.5, 9.0, 40.0, 33.25, 0.0], dtype=torch.float64, device=device)
+    cuda.VERY_LONG, cuda.COARSE = 1502, 2  # the last case reads a few tiles first
     count = 0
-    for plan in PLANS:
+    for plan, n in CASES:
         for gated, own in ((False, False), (True, False), (True, True)):
             for fixed in (False, True):
-                r = inputs.draw("integers", 6, 77 if plan.rows > 1 else 1501, dtype=torch.float32)
-                r[2:4] = inputs.draw("gaussian", 2, r.shape[1], dtype=torch.float32)
+                r = inputs.draw("integers", 6, n, dtype=torch.float32)
+                r[2:4] = inputs.draw("gaussian", 2, n, dtype=torch.float32)
                 r[2, 5:9] = -torch.inf
-                r = r.cuda()
+                r = r.to(device)
                 values = r * 0.5 + 1 if own else None
                 args = (r, k, gamma, values, gated, fixed)
                 _, state, info = cuda.solve(*args, how=plan)
                 cuda.vjp(*args, state, info, torch.ones_like(r), None, how=plan)
-                torch.cuda.synchronize()
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 count += 1
     print(f"{count} pairs of kernels ran")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
