@@ -19,21 +19,28 @@ import torch
 from laprune.backends import cuda
 from laprune.backends._plans import Plan, long_plan
 
-SHAPES = {"65536x64": 8, "4096x4096": 32, "4096x32768": 64}
+SHAPES = {"65536x64": 8, "65536x100": 8, "16384x512": 32, "16384x1000": 32}
+SHAPES |= {"4096x4096": 32, "4096x32768": 64}
 SHAPES |= {f"1x{n}": n // 16 for n in (10**5, 10**6, 10**7, 10**8)}
 FORWARD = {
     "65536x64": [Plan(16, 2, 8), Plan(16, 2, 4), Plan(8, 4, 4), Plan(4, 8, 2)],
+    "65536x100": [Plan(8, 4, 8), Plan(4, 8, 4), Plan(2, 16, 2)],
+    "16384x512": [Plan(2, 16, 8), Plan(1, 32, 4)],
+    "16384x1000": [Plan(4, 8, 4), Plan(1, 32, 4), Plan(1, 32, 8)],
     "4096x4096": [Plan(1, 32, 4), Plan(1, 64, 4)],
     "4096x32768": [Plan(1, 256, 4), Plan(1, 256, 8)],
 }
 BACKWARD = {
     "65536x64": [Plan(8, 4, 4), Plan(16, 4, 4), Plan(32, 4, 4), Plan(4, 8, 2)],
+    "65536x100": [Plan(4, 8, 4), Plan(2, 16, 2)],
+    "16384x512": [Plan(1, 32, 4), Plan(2, 64, 2)],
+    "16384x1000": [Plan(4, 32, 8), Plan(1, 64, 4), Plan(1, 128, 2)],
     "4096x4096": [Plan(1, 128, 8), Plan(1, 256, 4), Plan(1, 128, 2), Plan(1, 512, 2)],
     "4096x32768": [Plan(1, 256, 4), Plan(1, 512, 2), Plan(1, 512, 4)],
 }
 LONG_FORWARD = [(8, 4), (8, 8)]
 LONG_BACKWARD = [(8, 4), (16, 4)]
-REGISTERS = [0, 96, 128]
+REGISTERS = [0, 64, 96, 128, 168]
 
 
 class Job(NamedTuple):
