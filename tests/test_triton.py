@@ -650,30 +650,65 @@ def test_captured_launches_have_zeros_that_nobody_else_has(monkeypatch):
     assert len(cuda._spare[0]) == cuda.SPARE
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="Triton compiles nothing here")
-def test_a_thread_adds_its_scores_up_alone():
-    """Whatever order this Triton gives threads to dimensions in; compiled for a GPU not at hand."""
+def compiled_for_a_gpu(name, rows, n, how):
+    """The PTX of a kernel for a GPU that need not be at hand."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kernel = cuda.kernels().vjp
-    launch = cuda._Launch(None, 64, 64, torch.float32, 0, cuda.Plan(8, 4, 4))
-    constants = launch.constants | {"FIXED": False, "PULL": False}
+    kernel = getattr(cuda.kernels(), name)
+    launch = cuda._Launch(None, rows, n, torch.float32, 0, how)
+    constants = launch.constants | {"FIXED": False, "PULL": False, "ASKED": False}
     wide = ("p_k", "p_hardness", "p_state", "p_pull", "p_dk", "p_dh", "p_lines")
     kinds = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("p_info", "p_count"), "*i32")
     kinds |= dict.fromkeys(("k_bits", "hardness_bits"), "i64")
+    kinds |= dict.fromkeys(("mass_tol", "hardness_tol"), "fp32")
     signature, known, aligned = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], known[i,] = "constexpr", constants[name]
+    for i, arg in enumerate(kernel.arg_names):
+        if arg in constants:
+            signature[arg], known[i,] = "constexpr", constants[arg]
         else:
-            signature[name] = kinds.get(name, "*fp32" if name.startswith("p_") else "i32")
-            if name.startswith("p_") or name == "n_cols":
+            signature[arg] = kinds.get(arg, "*fp32" if arg.startswith("p_") else "i32")
+            if arg.startswith("p_") or (arg == "n_cols" and n % 16 == 0):
                 aligned[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options).asm["ptx"]
+
+
+compiles = pytest.mark.skipif(
+    not HAS_TRITON or INTERPRETED, reason="Triton compiles nothing in its interpreter"
+)
+
+
+@compiles
+@pytest.mark.parametrize("n", [64, 60, 63])
+def test_a_thread_adds_its_scores_up_alone(n):
+    """Whatever order this Triton gives threads to dimensions in, and wherever rows begin."""
+    ptx = compiled_for_a_gpu("vjp", 64, n, cuda.Plan(8, 4, 4))
     # Eight sums over four lanes, and a few votes.
-    assert 16 <= made.asm["ptx"].count("shfl.sync") <= 32
+    assert 16 <= ptx.count("shfl.sync") <= 32
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("name", "rows", "n", "how", "at_once"),
+    [
+        ("solve_rows", 64, 100, cuda.Plan(4, 8, 4), True),
+        ("solve_rows", 64, 101, cuda.Plan(4, 8, 4), False),
+        ("vjp", 64, 100, cuda.Plan(4, 8, 4), True),
+        ("vjp", 64, 101, cuda.Plan(4, 8, 4), False),
+        ("solve_long", 1, 20_001, cuda.Plan(1, 64, 4, team=1), True),
+        ("solve_long", 3, 20_001, cuda.Plan(1, 64, 4, team=1), False),
+        ("vjp", 1, 20_001, cuda.Plan(1, 64, 4, team=1), True),
+        ("vjp", 3, 20_001, cuda.Plan(1, 64, 4, team=1), False),
+    ],
+)
+def test_fours_are_moved_at_once_where_rows_begin_with_one(name, rows, n, how, at_once):
+    """Elsewhere nothing may be: an address that is no multiple of what is moved is an error."""
+    ptx = compiled_for_a_gpu(name, rows, n, how)
+    for kind in ("ld.global", "st.global"):
+        moves = [line for line in ptx.splitlines() if kind in line]
+        assert any(".v4" in line for line in moves) == at_once
+        assert at_once or not any(".v2" in line for line in moves)
 
 
 def test_serves_only_cuda():
@@ -684,7 +719,11 @@ def test_serves_only_cuda():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "n"),
-    [(1, 100_003), (3, 1_000_000), (1, 20_000_000), (700, 20_000), (5000, 64), (300, 16384)],
+    [
+        *((1, 100_003), (3, 100_003), (3, 1_000_000), (1, 20_000_000)),
+        *((700, 20_000), (300, 9999), (300, 16384)),
+        *((5000, 64), (5000, 100), (5000, 63), (2000, 1001)),
+    ],
 )
 @pytest.mark.parametrize("name", ["gaussian", "cauchy", "relu"])
 def test_large_rows(rows, n, name):

@@ -46,7 +46,8 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
     """What ``tools/tune_cuda.py`` found best on an H200."""
     if n <= SHORT and (n <= 4096 or rows * 2 > processors):
         if n <= 512:
-            how, registers = (short_plan(n, 8, 1), 64) if backward else (short_plan(n, 16, 1), 128)
+            how = short_plan(n, 8 if backward else 16, 1)
+            registers = 64 if backward and n <= 256 else 128
         elif n <= 8192:
             how, registers = (
                 (short_plan(n, 32, 4), 168) if backward else (short_plan(n, 128, 1), 128)

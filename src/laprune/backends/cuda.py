@@ -90,6 +90,17 @@ def _scratch(like: Tensor, programs: int, rows: int) -> tuple[Tensor, Tensor]:
     return lines, like.new_zeros(programs * 2, dtype=torch.int32)
 
 
+def _even(n: int, width: int, single: bool) -> int:
+    """What the kernels know of a row's tiles: nothing (0), that they are whole (1), that all of
+    many but the last are, which ends with a four (2) or, in a single row, within one (3)."""
+    if n % width == 0:
+        return 1
+    fours = n % 4 == 0
+    if n <= 4 * width or not (fours or single):
+        return 0
+    return 2 if fours else 3
+
+
 class _Launch:
     """What every kernel call of a shape shares, and the kernels compiled for it."""
 
@@ -102,6 +113,7 @@ class _Launch:
         wide = dtype == torch.float64
         work = tl.float64 if wide else tl.float32
         width = how.unroll * how.lanes * 4
+        single = rows == 1 and how.rows == 1
         self.meets = how.team > 1
         self.constants: dict[str, Any] = {
             "GATE": gate,
@@ -110,9 +122,11 @@ class _Launch:
             "U": how.unroll,
             "ROWS": how.rows,
             "LANES": how.lanes,
-            # Tiles end with the row; or all but the last are whole, of many; or nothing is known.
-            "EVEN": 1 if n % width == 0 else 2 if n > 4 * width else 0,
+            "EVEN": _even(n, width, single),
             "ONCE": how.team == 0 and n <= width,
+            # What n is known to be a multiple of: fours of scores can be read at once.
+            "BY": 4 if n % 4 == 0 else 1,
+            "SINGLE": single,
             "TEAM": self.meets,
             "LINES": power(max(1, how.team)),
         }

@@ -30,7 +30,21 @@ from .team import (
     _wide,
     _zero8,
 )
-from .tiles import INF, LN2, PLAIN, _any, _load, _max_y, _my_rows, _number, _over, _stop, _store, _v
+from .tiles import (
+    INF,
+    LN2,
+    PLAIN,
+    _any,
+    _load,
+    _max_y,
+    _my_rows,
+    _number,
+    _over,
+    _start_of,
+    _stop,
+    _store,
+    _v,
+)
 
 
 @triton.jit
@@ -101,21 +115,23 @@ def vjp(
     p_count, rows, n_cols, size, s_k, s_hardness, k_bits, hardness_bits,
     GATE: tl.constexpr, FIXED: tl.constexpr, PULL: tl.constexpr, ASKED: tl.constexpr,
     T: tl.constexpr, S: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    EVEN: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
+    EVEN: tl.constexpr, BY: tl.constexpr, SINGLE: tl.constexpr, TEAM: tl.constexpr,
+    LINES: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of rows in two passes: its sums, then, backwards, the gradient itself. ONCE: a
     tile holds all of a row."""
     f64: tl.constexpr = tl.float64
+    n_cols = n_cols // BY * BY
     if TEAM:
         row = tl.program_id(0).to(tl.int64) // size
         me = (tl.program_id(0) % size).to(tl.int64)
         o_rows = row
-        base = row * n_cols
+        base = _start_of(row, n_cols, SINGLE)
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     else:
         me = 0
         o_rows = _my_rows(rows, ROWS)
-        base = _v(o_rows * n_cols)
+        base = _v(_start_of(o_rows, n_cols, SINGLE))
     p_x, p_v, p_g, p_dx, p_dv = p_x + base, p_v + base, p_g + base, p_dx + base, p_dv + base
     k = _number(p_k, o_rows, s_k, k_bits)
     hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)

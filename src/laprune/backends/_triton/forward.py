@@ -46,6 +46,7 @@ from .tiles import (
     _number,
     _over,
     _sample,
+    _start_of,
     _stop,
     _store,
     _v,
@@ -101,11 +102,13 @@ def solve_rows(
     hardness_bits, mass_tol, hardness_tol,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    BY: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Solve short rows, ROWS to a program; ONCE: a tile holds all of a row."""
     f64: tl.constexpr = tl.float64
     o_rows = _my_rows(rows, ROWS)
-    base = _v(o_rows * n_cols)
+    n_cols = n_cols // BY * BY
+    base = _v(_start_of(o_rows, n_cols, SINGLE))
     p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
     k = _number(p_k, o_rows, s_k, k_bits)
     hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)
@@ -213,7 +216,8 @@ def solve_long(
     p_x, p_v, p_out, p_k, p_hardness, p_state, p_info, p_lines, p_count, n_cols, size, s_k,
     s_hardness, k_bits, hardness_bits, mass_tol, hardness_tol, few_tiles,
     GATE: tl.constexpr, FIXED: tl.constexpr, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
-    EVEN: tl.constexpr, TEAM: tl.constexpr, LINES: tl.constexpr,
+    EVEN: tl.constexpr, BY: tl.constexpr, SINGLE: tl.constexpr, TEAM: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """Solve long rows, each by a team: a sample first, then a few tiles of the row where that is
     worth a pass, then all of it. The pass that should be the last one writes."""
@@ -221,7 +225,8 @@ def solve_long(
     W: tl.constexpr = U * LANES * 4
     row = tl.program_id(0).to(tl.int64) // size
     me = (tl.program_id(0) % size).to(tl.int64)
-    base = row * n_cols
+    n_cols = n_cols // BY * BY
+    base = _start_of(row, n_cols, SINGLE)
     p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
     if TEAM:
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
@@ -233,7 +238,7 @@ def solve_long(
     none, zero = tl.zeros([], tl.int32), tl.zeros([], f64)
 
     # The start: a sample, if it says enough; else the whole row.
-    b_s = _sample(p_x, n_cols, T, U, LANES)
+    b_s = _sample(p_x, n_cols, T, U, LANES, EVEN)
     share = (zero + W) / n_cols
     n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, 1, LANES)
     low = -low

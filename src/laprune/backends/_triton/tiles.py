@@ -11,7 +11,7 @@ from triton.language.extra.cuda import libdevice
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-MOSTLY = tl.constexpr(2)  # EVEN: all tiles but the last are whole
+RAGGED = tl.constexpr(3)  # EVEN: all tiles but the last are whole, which ends within a four
 # Threads go to the last dimensions first, before Triton 3.7 to the first ones; U, which is to stay
 # in registers, stands where none are left for it: tiles are [U, ROWS, LANES, 4], or, there,
 # [LANES, ROWS, U, 4].
@@ -98,6 +98,20 @@ def _tile(b_x):
 
 
 @triton.jit
+def _start_of(o_rows, n_cols, SINGLE: tl.constexpr):
+    """Where rows begin: at multiples of four, Triton is told, since it gives a thread what that can
+    read at once, and a thread is to own fours.
+
+    Rows whose length is no multiple of four begin elsewhere. EVEN is 0 for them: no access is
+    without a mask, which may end within a four, so that Triton makes them one by one.
+    """
+    if SINGLE:
+        return o_rows * 0
+    else:
+        return tl.multiple_of(o_rows * n_cols, 4)
+
+
+@triton.jit
 def _columns(i, U: tl.constexpr, LANES: tl.constexpr):
     """The columns of tile i of a row: the threads' fours lie side by side, U times over."""
     o = _fours(4, LANES * 4, U, LANES) + tl.arange(0, 4)[None, None, None, :]
@@ -105,29 +119,42 @@ def _columns(i, U: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _places(p, i, U: tl.constexpr, LANES: tl.constexpr):
+    """Where tile i's scores lie: those of a thread are constants apart."""
+    p = p + i * (U * LANES * 4) + _fours(4, 0, 1, LANES)
+    return p + _fours(0, LANES * 4, U, 1) + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
 def _load(p, i, n_cols, other, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
           EVEN: tl.constexpr):  # fmt: skip
-    o = _columns(i, U, LANES)
+    o, p_here = _columns(i, U, LANES), _places(p, i, U, LANES)
     if EVEN == 1:
-        return tl.load(p + o).to(T)
-    elif EVEN == MOSTLY:
-        if (i + 1) * (U * LANES * 4) <= n_cols:
-            b_x = tl.load(p + o).to(T)
-        else:
-            b_x = tl.load(p + o, mask=o < n_cols, other=other).to(T)
-        return b_x
+        return tl.load(p_here).to(T)
+    elif EVEN == 0:
+        return tl.load(p_here, mask=o < n_cols, other=other).to(T)
     else:
-        return tl.load(p + o, mask=o < n_cols, other=other).to(T)
+        if (i + 1) * (U * LANES * 4) <= n_cols:
+            b_x = tl.load(p_here).to(T)
+        else:
+            b_x = tl.load(p_here, mask=o < n_cols, other=other).to(T)
+        return b_x
 
 
 @triton.jit
 def _store(p, i, n_cols, b_x, U: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr):
-    o = _columns(i, U, LANES)
+    o, p_here = _columns(i, U, LANES), _places(p, i, U, LANES)
     b_x = b_x.to(p.dtype.element_ty)
     if EVEN == 1:
-        tl.store(p + o, b_x)
+        tl.store(p_here, b_x)
+    elif EVEN == RAGGED:
+        # With a mask that may end within a four, all scores would be stored one by one.
+        if (i + 1) * (U * LANES * 4) <= n_cols:
+            tl.store(p_here, b_x)
+        else:
+            tl.store(p_here, b_x, mask=o < n_cols)
     else:
-        tl.store(p + o, b_x, mask=o < n_cols)
+        tl.store(p_here, b_x, mask=o < n_cols)
 
 
 @triton.jit
@@ -142,11 +169,15 @@ def _fetch(p, i, n_cols, U: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr):
+def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
+            EVEN: tl.constexpr):  # fmt: skip
     """A tile whose fours are spread evenly over a long row."""
     every = n_cols // (U * LANES * 4)
-    o = _fours(1, LANES, U, LANES).to(tl.int64)
-    return tl.load(p_x + o * every * 4 + tl.arange(0, 4)[None, None, None, :]).to(T)
+    o = _fours(1, LANES, U, LANES).to(tl.int64) * every * 4 + tl.arange(0, 4)[None, None, None, :]
+    if EVEN == 0:  # _start_of wants a mask, though all of it lies in the row
+        return tl.load(p_x + o, mask=o < n_cols).to(T)
+    else:
+        return tl.load(p_x + o).to(T)
 
 
 @triton.jit
