@@ -292,7 +292,9 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
     for device in dict.fromkeys(r["setting"]["device"] for r in records):
         chosen = [r for r in records if r["setting"]["device"] == device]
         where = chosen[0]["where"]
-        text = [f"{where['hardware']}, torch {where['versions']['torch']}. {TITLES[0]}", ""]
+        commits = ", ".join(dict.fromkeys(r["where"]["commit"] for r in chosen))
+        machine = f"{where['hardware']}, torch {where['versions']['torch']}, laprune at {commits}"
+        text = [f"{machine}. {TITLES[0]}", ""]
         text += [markdown(*_beside_peers(chosen)), "", TITLES[1], ""]
         text += [markdown(*_other_scores(chosen)), "", *_memory(chosen)]
         paths.append(folder / f"bench_operator_{device}.md")
