@@ -40,7 +40,7 @@ from .tiles import (
     _my_rows,
     _number,
     _over,
-    _start_of,
+    _starts,
     _stop,
     _store,
     _v,
@@ -126,13 +126,13 @@ def vjp(
         row = tl.program_id(0).to(tl.int64) // size
         me = (tl.program_id(0) % size).to(tl.int64)
         o_rows = row
-        base = _start_of(row, n_cols, SINGLE)
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     else:
         me = 0
         o_rows = _my_rows(rows, ROWS)
-        base = _v(_start_of(o_rows, n_cols, SINGLE))
-    p_x, p_v, p_g, p_dx, p_dv = p_x + base, p_v + base, p_g + base, p_dx + base, p_dv + base
+    o_in, o_out = _starts(o_rows, n_cols, SINGLE)
+    p_x, p_v, p_g = p_x + _v(o_in), p_v + _v(o_in), p_g + _v(o_in)
+    p_dx, p_dv = p_dx + _v(o_out), p_dv + _v(o_out)
     k = _number(p_k, o_rows, s_k, k_bits)
     hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)
     status = tl.load(p_info + o_rows * 2)

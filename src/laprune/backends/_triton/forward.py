@@ -46,7 +46,7 @@ from .tiles import (
     _number,
     _over,
     _sample,
-    _start_of,
+    _starts,
     _stop,
     _store,
     _v,
@@ -108,8 +108,8 @@ def solve_rows(
     f64: tl.constexpr = tl.float64
     o_rows = _my_rows(rows, ROWS)
     n_cols = n_cols // BY * BY
-    base = _v(_start_of(o_rows, n_cols, SINGLE))
-    p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
+    o_in, o_out = _starts(o_rows, n_cols, SINGLE)
+    p_x, p_v, p_out = p_x + _v(o_in), p_v + _v(o_in), p_out + _v(o_out)
     k = _number(p_k, o_rows, s_k, k_bits)
     hardness = _number(p_hardness, o_rows, s_hardness, hardness_bits)
     walk = (0, 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4), 1, 1, 0)
@@ -226,8 +226,8 @@ def solve_long(
     row = tl.program_id(0).to(tl.int64) // size
     me = (tl.program_id(0) % size).to(tl.int64)
     n_cols = n_cols // BY * BY
-    base = _start_of(row, n_cols, SINGLE)
-    p_x, p_v, p_out = p_x + base, p_v + base, p_out + base
+    o_in, o_out = _starts(row, n_cols, SINGLE)
+    p_x, p_v, p_out = p_x + o_in, p_v + o_in, p_out + o_out
     if TEAM:
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     k = _number(p_k, row, s_k, k_bits)

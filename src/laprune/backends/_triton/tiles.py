@@ -98,17 +98,18 @@ def _tile(b_x):
 
 
 @triton.jit
-def _start_of(o_rows, n_cols, SINGLE: tl.constexpr):
-    """Where rows begin: at multiples of four, Triton is told, since it gives a thread what that can
-    read at once, and a thread is to own fours.
+def _starts(o_rows, n_cols, SINGLE: tl.constexpr):
+    """Where rows begin, to read them and to write.
 
-    Rows whose length is no multiple of four begin elsewhere. EVEN is 0 for them: no access is
-    without a mask, which may end within a four, so that Triton makes them one by one.
+    Triton gives a thread what it can read at once, and a thread is to own fours of scores. So it is
+    told that rows begin at multiples of four. If their length is none they begin elsewhere, but
+    EVEN is 0 then: nothing is read without a mask, which may end within a four, and so all is read
+    one by one. What is written goes from thread to thread first, to be written side by side.
     """
     if SINGLE:
-        return o_rows * 0
+        return o_rows * 0, o_rows * 0
     else:
-        return tl.multiple_of(o_rows * n_cols, 4)
+        return tl.multiple_of(o_rows * n_cols, 4), o_rows * n_cols
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def _sample(p_x, n_cols, T: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr,
     """A tile whose fours are spread evenly over a long row."""
     every = n_cols // (U * LANES * 4)
     o = _fours(1, LANES, U, LANES).to(tl.int64) * every * 4 + tl.arange(0, 4)[None, None, None, :]
-    if EVEN == 0:  # _start_of wants a mask, though all of it lies in the row
+    if EVEN == 0:  # _starts wants a mask, though all of it lies in the row
         return tl.load(p_x + o, mask=o < n_cols).to(T)
     else:
         return tl.load(p_x + o).to(T)
