@@ -267,6 +267,29 @@ def test_a_given_temperature(regime):
 
 
 @kernels
+@pytest.mark.parametrize("regime", ["held", "row", "alone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_barrier_far_from_all_scores_has_a_gradient(regime, dtype):
+    """Between the third score and the fourth, hundreds of temperatures away from both."""
+    far = torch.tensor([30, 60, 79, 85, 88, 100, 600, 699, 705, 711, 740, 760.0])
+    r = torch.tensor([5, 3, 2, 1, 0, 4, -1, -2, -math.inf], dtype=dtype).expand(len(far), -1)
+    r, t = r.contiguous().to(DEVICE), (0.5 / far.double()).to(DEVICE)
+    k = torch.full_like(t, 3)
+    g = torch.arange(1, 10).to(r).expand_as(r)
+    found = []
+    for backend, how in ((cuda, {"how": PLANS[regime]}), (reference, {})):
+        _, state, info = backend.solve(r, k, t, None, False, True, **how)
+        dr, _, dk, dt = backend.vjp(r, k, t, None, False, True, state, info, g, None, **how)
+        assert dr.isfinite().all()
+        found.append((dk, dt))
+    # In float32 all scores weigh the same beyond 80 temperatures; and far enough from all of them
+    # any barrier between the two will do, which a team does not move to the middle.
+    same = len(far) if dtype == torch.float64 and regime != "alone" else 2
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours[:same], theirs[:same], rtol=1e-5, atol=1e-30)
+
+
+@kernels
 @pytest.mark.parametrize("regime", ["held", "team"])
 def test_a_number_is_a_tensor_of_equal_numbers(regime):
     r = inputs.draw("gaussian", 3, 150, dtype=torch.float32).to(DEVICE)

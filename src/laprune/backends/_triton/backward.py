@@ -53,7 +53,8 @@ def _grad_tile(b_x, b_e, line, means, ASKED: tl.constexpr, T: tl.constexpr):
     of the scores and the sum of b_e, which only gradients of k and hardness take."""
     b_y = _y(b_x, line)
     b_w = tl.minimum(tl.abs(b_y), _max_y(T))
-    b_q = 0.5 * tl.exp2(tl.abs(b_y) * -1.0)
+    # Cut like that, the weights of a row whose scores are all far do not vanish together.
+    b_q = tl.where(b_x > -INF, 0.5 * tl.exp2(b_w * -1.0), 0.0)
     b_p = tl.where(b_y > 0, (1.0 - _v(means[1])) - b_q, b_q - _v(means[1]))
     b_z = b_q * (tl.where(b_y > 0, b_w, -b_w) * LN2 - _v(means[0]))
     b_n, b_t = tl.zeros_like(b_q), tl.zeros_like(b_q)
@@ -150,9 +151,7 @@ def vjp(
     line = _line_of(at, r_t, T)
     centre = (means[0].to(T), means[1].to(T))
     centred = (centre[0].to(S), centre[1].to(S))
-    tiles = 1 if ONCE else tl.cdiv(n_cols, U * LANES * 4)
-    if TEAM:
-        tiles = tiles.to(tl.int64)
+    tiles = 1 if ONCE else tl.cdiv(me * 0 + n_cols, U * LANES * 4)
     team = (p_lines, p_count, size, me, 0)
     b_x = _load(p_x, me, n_cols, -INF, T, U, LANES, EVEN)
     b_g = _load(p_g, me, n_cols, 0.0, T, U, LANES, EVEN)

@@ -84,7 +84,7 @@ def _select(p_x, n_cols, k, team, T: tl.constexpr, S: tl.constexpr, U: tl.conste
     """The ceil(k)-th largest score, bit by bit, what the scores equal to it share, and what of that
     is left for this program's part."""
     p_lines, p_count, size, me, meetings = team
-    walk = _part(tl.cdiv(n_cols, U * LANES * 4), me, size)
+    walk = _part(tl.cdiv(me * 0 + n_cols, U * LANES * 4), me, size)
     rank = tl.ceil(k)
     bit = _top_bit(ROWS, T)
     key = bit ^ bit

@@ -232,7 +232,7 @@ def solve_long(
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     k = _number(p_k, row, s_k, k_bits)
     hardness = _number(p_hardness, row, s_hardness, hardness_bits)
-    tiles = tl.cdiv(n_cols, W).to(tl.int64)
+    tiles = tl.cdiv(me * 0 + n_cols, W)
     walk = (me, tiles, size, 1, 0)
     meetings = tl.zeros([], tl.int32)
     none, zero = tl.zeros([], tl.int32), tl.zeros([], f64)
@@ -310,7 +310,7 @@ def solve_long(
             sums, odd = _meet(_wide(sums), odd.to(f64), looking > 0, team, TEAM, LINES)
             meetings += 1
             if looking > 0:
-                n = zero + tl.where(few, few_tiles * W, n_cols)
+                n = zero + tl.where(few, (me * 0 + few_tiles) * W, n_cols)
                 bad = zero
                 if odd != odd:
                     seen = _row_seen(p_x, n_cols, path, T, f64, U, 1, LANES, EVEN)
