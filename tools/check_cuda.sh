@@ -19,7 +19,7 @@ begin() {
 }
 tests() { begin "$1" python3 -m pytest -p no:cacheprovider "${@:2}"; }
 
-tests kernels tests/test_triton.py tests/test_gpu.py
+tests kernels tests/test_triton.py tests/test_cuda_launch.py tests/test_gpu.py
 tests operator tests/test_operator.py tests/test_losses.py
 tests edges tests/test_edges.py
 tests gradients tests/test_gradients.py
