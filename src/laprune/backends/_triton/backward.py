@@ -122,7 +122,7 @@ def vjp(
     """The gradient of rows in two passes: its sums, then, backwards, the gradient itself. ONCE: a
     tile holds all of a row."""
     f64: tl.constexpr = tl.float64
-    n_cols = n_cols // BY * BY
+    n_cols = n_cols // BY * BY  # which Triton sees to be a multiple of BY
     if TEAM:
         row = tl.program_id(0).to(tl.int64) // size
         me = (tl.program_id(0) % size).to(tl.int64)
@@ -151,7 +151,7 @@ def vjp(
     line = _line_of(at, r_t, T)
     centre = (means[0].to(T), means[1].to(T))
     centred = (centre[0].to(S), centre[1].to(S))
-    tiles = 1 if ONCE else tl.cdiv(me * 0 + n_cols, U * LANES * 4)
+    tiles = 1 if ONCE else tl.cdiv(me * 0 + n_cols, U * LANES * 4)  # in 64 bits, as me
     team = (p_lines, p_count, size, me, 0)
     b_x = _load(p_x, me, n_cols, -INF, T, U, LANES, EVEN)
     b_g = _load(p_g, me, n_cols, 0.0, T, U, LANES, EVEN)

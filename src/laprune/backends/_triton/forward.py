@@ -107,7 +107,7 @@ def solve_rows(
     """Solve short rows, ROWS to a program; ONCE: a tile holds all of a row."""
     f64: tl.constexpr = tl.float64
     o_rows = _my_rows(rows, ROWS)
-    n_cols = n_cols // BY * BY
+    n_cols = n_cols // BY * BY  # which Triton sees to be a multiple of BY
     o_in, o_out = _starts(o_rows, n_cols, SINGLE)
     p_x, p_v, p_out = p_x + _v(o_in), p_v + _v(o_in), p_out + _v(o_out)
     k = _number(p_k, o_rows, s_k, k_bits)
@@ -225,14 +225,14 @@ def solve_long(
     W: tl.constexpr = U * LANES * 4
     row = tl.program_id(0).to(tl.int64) // size
     me = (tl.program_id(0) % size).to(tl.int64)
-    n_cols = n_cols // BY * BY
+    n_cols = n_cols // BY * BY  # which Triton sees to be a multiple of BY
     o_in, o_out = _starts(row, n_cols, SINGLE)
     p_x, p_v, p_out = p_x + o_in, p_v + o_in, p_out + o_out
     if TEAM:
         p_lines, p_count = p_lines + row * 2 * size * COLUMNS, p_count + row * 2
     k = _number(p_k, row, s_k, k_bits)
     hardness = _number(p_hardness, row, s_hardness, hardness_bits)
-    tiles = tl.cdiv(me * 0 + n_cols, W)
+    tiles = tl.cdiv(me * 0 + n_cols, W)  # in 64 bits, as me
     walk = (me, tiles, size, 1, 0)
     meetings = tl.zeros([], tl.int32)
     none, zero = tl.zeros([], tl.int32), tl.zeros([], f64)

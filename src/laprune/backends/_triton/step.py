@@ -68,6 +68,7 @@ def _curve(q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, over, short):
     |z| is near 1 then, and that of z near 0. Elsewhere what is left is anything.
     """
     q, w, lean = q_lo + q_hi, qw_lo + qw_hi, qw_hi - qw_lo
+    # Rows that gain by it are well within these bounds, rows that it led astray far beyond.
     linear = (tl.abs(w - q) < 0.4 * q) & (tl.abs(lean) < 0.65 * q)
     tilt = (q_lo - 2.0 * qq_lo) - (q_hi - 2.0 * qq_hi)
     rise = 2.0 * qqw - w
