@@ -201,6 +201,23 @@ def test_rows_that_were_hard_to_solve(regime, name, n, dtype, k, h, fixed):
 
 
 @kernels
+@pytest.mark.parametrize(
+    ("how", "rows", "n"),
+    [
+        (cuda.Plan(16, 16, 4), 32, 256),
+        (cuda.Plan(1, 64, 8), 4, 4096),
+        (cuda.Plan(1, 512, 2), 4, 4096),
+        (cuda.Plan(1, 256, 4, team=1), 1, 40_960),
+    ],
+)
+@pytest.mark.parametrize("name", ["gaussian", "uniform", "cauchy", "bimodal"])
+def test_a_few_passes_do_however_scores_are_distributed(how, rows, n, name):
+    r = inputs.draw(name, rows, n, seed=3, dtype=torch.float32).to(DEVICE)
+    _, _, info = cuda.solve(r, n / 16, 0.9, None, False, False, how=how)
+    assert info[:, 1].double().mean() <= 4.5
+
+
+@kernels
 @pytest.mark.parametrize("regime", REGIMES)
 def test_edges(regime):
     inf, nan = math.inf, math.nan

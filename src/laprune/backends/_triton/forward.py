@@ -17,7 +17,7 @@ from .endpoints import (
     _select,
     _tile_hard,
 )
-from .start import _begin, _start
+from .start import _begin, _ladder, _start
 from .step import SOFT, _keep, _pose, _step
 from .sums import (
     BAD,
@@ -30,6 +30,7 @@ from .sums import (
     _line,
     _pass,
     _row_near,
+    _row_range,
     _row_seen,
     _row_spread,
     _row_survey,
@@ -118,25 +119,30 @@ def solve_rows(
     b_held = p_x
     if ONCE:
         b_held = _load(p_x, 0, n_cols, -INF, T, U, LANES, EVEN)
-        if EVEN == 1:
-            # Most rows are finite, and so is their mean then.
-            mean, high, low = _held_range(b_held, n_cols, ROWS)
-            n, bad = mean * 0.0 + n_cols, mean * 0.0
-            if _any((n == n_cols) == 0):
-                n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
-        else:
-            n, bad, mean, high, low = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
+    if ONCE and EVEN != 1:
+        stats = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
     else:
-        n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
+        # Most rows are finite. Where one is not, its count says so.
+        if ONCE:
+            stats = _held_range(b_held, n_cols, ROWS)
+        else:
+            stats = _row_range(p_x, n_cols, walk, T, U, ROWS, LANES, EVEN)
+        if _any(stats[0] != stats[0]):
+            if ONCE:
+                stats = _held_survey(b_held, n_cols, T, T, ROWS, LANES)
+            else:
+                stats = _row_survey(p_x, n_cols, walk, T, T, U, ROWS, LANES, EVEN)
+    n, bad, mean, high, low, tops, bottoms = stats
     low, share = -low, n_cols / tl.maximum(n, 1.0)
     mean = tl.minimum(tl.maximum(mean * share, low), high)
     n = n.to(f64)
     status = _classify(n, bad, low == high, k, hardness, FIXED)
     running = (status == STALLED).to(tl.int32)
     problem = _pose(n, k, hardness, FIXED, T, T)
+    cuts = _ladder(tops, bottoms, problem[5], problem[3] > 0.5, ROWS, LANES)
+    at, _m = _start(p_x, b_held, n_cols, (mean, high, low), cuts, problem, not ONCE, walk, alone,
+                    FIXED, T, T, U, ROWS, LANES, EVEN, ONCE, False, 1)  # fmt: skip
     heat = problem[8]
-    at, _m = _start(p_x, b_held, n_cols, (mean, high, low), problem, not ONCE, walk, alone, FIXED,
-                    T, T, U, ROWS, LANES, EVEN, ONCE, False, 1)  # fmt: skip
 
     none = _zeros(ROWS, tl.int32)
     passes, polish, polished = none, none, none
@@ -150,8 +156,8 @@ def solve_rows(
         if ONCE:
             sums = _held_sums(b_held, line, T, ROWS)
         else:
-            sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, 0, GATE,
-                         T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
+            sums = _pass(p_x, p_v, p_out, n_cols, line, write > 0, False, walk, b_held, 0, False,
+                         GATE, T, U, ROWS, LANES, EVEN)[0]  # fmt: skip
         if soft:
             spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], walk, T, T, U, ROWS,
                                  LANES, EVEN)  # fmt: skip
@@ -240,14 +246,16 @@ def solve_long(
     # The start: a sample, if it says enough; else the whole row.
     b_s = _sample(p_x, n_cols, T, U, LANES, EVEN)
     share = (zero + W) / n_cols
-    n, bad, mean, high, low = _held_survey(b_s, n_cols, T, f64, 1, LANES)
+    n, bad, mean, high, low, tops, bottoms = _held_survey(b_s, n_cols, T, f64, 1, LANES)
     low = -low
     k_now = k * share
     doubt = k_now * (1.0 - k_now / n)
     whole = _any((doubt >= MIN_DOUBT) & (high > low) & (bad == 0)) == 0
     status = none + STALLED
     if whole:
-        n, bad, mean, high, low = _row_survey(p_x, n_cols, walk, T, f64, U, 1, LANES, EVEN)
+        n, bad, mean, high, low, tops, bottoms = _row_survey(
+            p_x, n_cols, walk, T, f64, U, 1, LANES, EVEN
+        )
         team = (p_lines, p_count, size, me, meetings)
         total = (n, bad, mean, zero, zero, zero, zero, zero)
         total, _seen = _meet(total, zero, False, team, TEAM, LINES)
@@ -264,8 +272,11 @@ def solve_long(
     if whole == 0:
         goal = _part_goal(hardness, k_now, n, FIXED)
     problem = _pose(n, k_now, goal, FIXED, T, f64)
+    cuts = (mean * 0.0 + INF, mean * 0.0 + INF)
+    if whole == 0:
+        cuts = _ladder(tops, bottoms, problem[5], problem[3] > 0.5, 1, LANES)
     at, meetings = _start(
-        p_x, b_s, n_cols, (mean, high, low), problem, whole, walk,
+        p_x, b_s, n_cols, (mean, high, low), cuts, problem, whole, walk,
         (p_lines, p_count, size, me, meetings), FIXED, T, f64, U, 1, LANES, EVEN, True, TEAM, LINES,
     )  # fmt: skip
 

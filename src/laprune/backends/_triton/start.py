@@ -7,9 +7,11 @@ import triton.language as tl
 
 from .sums import _held_count, _row_count
 from .team import _meet1
-from .tiles import INF, _log, _over
+from .tiles import INF, _exp, _log, _over, _row
 
-ROUNDS = tl.constexpr(4)  # counts that locate the barrier
+ROUNDS = tl.constexpr(3)  # counts that locate the barrier
+# Scores above the lowest of the highest scores of 256, 128, ... groups: the median.
+ABOVE = tl.constexpr((1513.0, 668.0, 290.0, 123.0, 51.0, 20.0, 7.3, 2.5, 0.7))
 DOUBT = tl.constexpr(0.7)  # a count knows the barrier to so many times its standard deviation
 
 
@@ -53,17 +55,8 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
     if FIXED:
         t = tl.maximum(t, heat)
     else:
-        t = t * tl.exp(-0.25 * _log(tl.minimum(odds, 1.0)))
+        t = t * _exp(-0.25 * _log(tl.minimum(odds, 1.0)))
     return _begin(b, b * 0.0, t)
-
-
-@triton.jit
-def _choose7(m, x, y):
-    return (
-        tl.where(m, x[0], y[0]), tl.where(m, x[1], y[1]), tl.where(m, x[2], y[2]),
-        tl.where(m, x[3], y[3]), tl.where(m, x[4], y[4]), tl.where(m, x[5], y[5]),
-        tl.where(m, x[6], y[6]),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -74,7 +67,39 @@ def _begin(pivot, b, t):
 
 
 @triton.jit
-def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.constexpr,
+def _rung(rungs, groups, few, m: tl.constexpr, above: tl.constexpr, ROWS: tl.constexpr):
+    """The rungs with the lowest of the highest scores of m groups, where `above` are expected."""
+    lo, hi = rungs
+    rung = _row(tl.min(groups, 1), ROWS)
+    lo = tl.where(above > few, rung, lo)
+    return lo, tl.where((above < few) & (hi == INF), rung, hi)
+
+
+@triton.jit
+def _ladder(tops, bottoms, few, flip, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Two cuts: as a rule, more than `few` scores lie above the first one, less above the second.
+
+    Put the scores into m groups. The highest scores of the groups differ, and above the lowest of
+    these lie some m (log m + 0.37) scores of the row, however the scores are distributed. First
+    every lane has a group or four, which then become one by one; a cut is infinite if none will do.
+    """
+    groups = tl.where(flip[:, None, None] if ROWS > 1 else flip, bottoms, tops)
+    FINE: tl.constexpr = LANES <= 16
+    groups = tl.reshape(groups, [ROWS, LANES * 4]) if FINE else tl.max(groups, 2)
+    if LANES > 256:
+        groups = tl.max(tl.reshape(groups, [ROWS, 256, LANES // 256]), 2)
+    rungs = (few * 0.0 - INF, few * 0.0 + INF)
+    for i in tl.static_range(9):
+        if (256 >> i) <= (LANES * 4 if FINE else LANES):
+            rungs = _rung(rungs, groups, few, 256 >> i, ABOVE[i], ROWS)
+            if i < 8:
+                groups = tl.max(tl.reshape(groups, [ROWS, 128 >> i, 2]), 2)
+    sign = tl.where(flip, -1.0, 1.0).to(few.dtype)
+    return rungs[0] * sign, rungs[1] * sign
+
+
+@triton.jit
+def _start(p_x, b_held, n_cols, stats, cuts, problem, whole, walk, team, FIXED: tl.constexpr,
            T: tl.constexpr, A: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
            LANES: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, TEAM: tl.constexpr,
            LINES: tl.constexpr):  # fmt: skip
@@ -82,8 +107,10 @@ def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.con
     p_lines, p_count, size, me, meetings = team
     mean, high, low = stats
     n, few, flip = problem[0], problem[5], problem[3] > 0.5
-    bracket = (low, high, few, few, few, few, few * 0.0)
-    cut = mean
+    f_lo, f_hi = _log(_over(n, few)), _log(_over(0.25, few))
+    lo, hi = tl.where(flip, high, low), tl.where(flip, low, high)
+    bracket = (lo, hi, f_lo, f_hi, f_lo, f_hi, few * 0.0)
+    cut = tl.where(tl.abs(cuts[0]) < INF, cuts[0], mean)
     for j in range(ROUNDS + 1):
         counted = few * 0.0
         if whole:
@@ -93,14 +120,8 @@ def _start(p_x, b_held, n_cols, stats, problem, whole, walk, team, FIXED: tl.con
         elif HELD:
             counted = _held_count(b_held, cut, T, ROWS)
         counted = tl.where(flip, n - counted, counted)
-        f = _log(_over(counted + 0.25, few))
-        # The first count, at the mean, says on which side of it to look.
-        under = f <= 0
-        lo = tl.where(under, tl.where(flip, high, low), mean)
-        hi = tl.where(under, mean, tl.where(flip, low, high))
-        f_lo = tl.where(under, _log(_over(n, few)), f)
-        f_hi = tl.where(under, f, _log(_over(0.25, few)))
-        begun = (lo, hi, f_lo, f_hi, f_lo, f_hi, f * 0.0)
-        bracket = _choose7(j == 0, begun, _narrow(bracket, cut, f))
+        bracket = _narrow(bracket, cut, _log(_over(counted + 0.25, few)))
         cut = _locate(bracket[0], bracket[1], bracket[4], bracket[5])
+        within = (cuts[1] - bracket[0]) * (cuts[1] - bracket[1]) < 0
+        cut = tl.where(within & (j == 0), cuts[1], cut)
     return _arrive(bracket, n, few, high, low, problem[6], problem[8], FIXED), meetings

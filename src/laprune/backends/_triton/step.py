@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import INF, LN2, _log, _over
+from .tiles import INF, LN2, _exp, _log, _over
 
 PATIENCE = tl.constexpr(16)  # passes after which a temperature step needs a solved barrier
 MAX_STEP = tl.constexpr(3.0)  # largest step in log t
@@ -24,7 +24,7 @@ def _log_ratio(x, d):
 def _growth(d):
     """exp(d) - 1."""
     near = d * (1.0 + d * (0.5 + d * (0.16666666666667 + d * 0.041666666666667)))
-    return tl.where(tl.abs(d) < 1e-3, near, tl.exp(d) - 1.0)
+    return tl.where(tl.abs(d) < 1e-3, near, _exp(d) - 1.0)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     solved = tl.abs(e1) <= tl.maximum(0.1 * tl.minimum(tl.abs(residual), 1.0), noise)
     solved = solved & (steep | (tl.abs(u) <= 0.003))
     d = tl.where(slope < 0, _over(-residual, slope), tl.where(residual > 0, MAX_STEP, -MAX_STEP))
-    newton = t * tl.exp(tl.minimum(tl.maximum(d, -20.0), 20.0))
+    newton = t * _exp(tl.minimum(tl.maximum(d, -20.0), 20.0))
     promising = (steep & (passes < PATIENCE)) | (near_by & (slope < 0))
     promising = promising & (newton > t_lo) & (newton < t_hi)
     may_cool = e2 != 0 if FIXED else pinned == 0

@@ -210,12 +210,15 @@ def _both(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 @triton.jit
 def _surveyed(ok, bad, mean, high, low, S: tl.constexpr, ROWS: tl.constexpr):
-    """Per row, from numbers for each four of a thread."""
+    """Per row, from numbers for each four of a thread; with them, the highest of those and minus
+    the lowest."""
     found = (tl.sum(ok, 2), tl.sum(bad, 2), tl.sum(mean, 2), tl.max(high, 2), tl.max(low, 2))
     found = tl.reduce(found, 1, _both)
     if ROWS == 1:
         found = tl.reduce(found, 0, _both)
-    return found[0].to(S), found[1].to(S), found[2].to(S), found[3].to(S), found[4].to(S)
+    return (
+        found[0].to(S), found[1].to(S), found[2].to(S), found[3].to(S), found[4].to(S), high, low,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -256,13 +259,36 @@ def _mean_and_ends(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
-def _held_range(b_x, n_cols, ROWS: tl.constexpr):
-    """The mean, which is finite if every score is, the highest score and minus the lowest."""
-    share = 1.0 / n_cols
-    found = (tl.sum(_plain(b_x * share), 2), tl.max(_plain(b_x), 2), tl.max(_plain(b_x * -1.0), 2))
-    found = (tl.sum(found[0], 2), tl.max(found[1], 2), tl.max(found[2], 2))
+def _range(mean, high, low, n_cols, ROWS: tl.constexpr):
+    """What a survey finds if all scores are finite; if one is not, the count is NaN."""
+    found = (tl.sum(mean, 2), tl.max(high, 2), tl.max(low, 2))
     found = tl.reduce(found, 1, _mean_and_ends)
-    return tl.reduce(found, 0, _mean_and_ends) if ROWS == 1 else found
+    if ROWS == 1:
+        found = tl.reduce(found, 0, _mean_and_ends)
+    zero = found[0] * 0.0
+    return zero + n_cols, zero, found[0], found[1], found[2], high, low
+
+
+@triton.jit
+def _held_range(b_x, n_cols, ROWS: tl.constexpr):
+    mean, high, low = b_x * (1.0 / n_cols), b_x, b_x * -1.0
+    mean, high, low = tl.sum(_plain(mean), 2), tl.max(_plain(high), 2), tl.max(_plain(low), 2)
+    return _range(mean, high, low, n_cols, ROWS)
+
+
+@triton.jit
+def _row_range(p_x, n_cols, walk, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
+               LANES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Beyond the row's end its first score stands: the mean is nearly that of the row."""
+    none = tl.full([ROWS, LANES, 4], -INF, T)
+    mean, high, low = tl.zeros([ROWS, LANES, 4], T), none, none
+    first, share = tl.load(p_x), 1.0 / n_cols
+    for j in range(walk[0], walk[1], walk[2]):
+        b_x = _load(p_x, j, n_cols, first, T, U, LANES, EVEN)
+        mean += tl.sum(_plain(b_x * share), 2)
+        high = tl.maximum(high, tl.max(_plain(b_x), 2))
+        low = tl.maximum(low, tl.max(_plain(b_x * -1.0), 2))
+    return _range(mean, high, low, n_cols, ROWS)
 
 
 @triton.jit

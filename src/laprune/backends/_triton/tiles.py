@@ -66,6 +66,15 @@ def _over(x, y):
 
 
 @triton.jit
+def _exp(x):
+    """The exponential; for float32 without care for subnormal numbers, in 2 instructions."""
+    if COMPILED and x.dtype == tl.float32:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
 def _log(x):
     """The logarithm; for float32 to 2e-7, in 2 instructions instead of 20."""
     if COMPILED and x.dtype == tl.float32:
