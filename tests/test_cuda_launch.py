@@ -15,11 +15,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def test_plans_fill_their_warps():
-    for n in (1, 2, 63, 64, 65, 4096, 32768):
-        for each, warps in ((16, 1), (32, 4), (64, 8)):
-            how = _plans.short_plan(n, each, warps)
-            assert how.rows * how.lanes == 32 * how.warps
-            assert how.warps == warps
+    for n in (1, 2, 5, 63, 64, 65, 1000, 4096, 8192, 16384, 32768, 40_000):
+        for rows in (1, 100, 10_000):
+            for dtype in (torch.float32, torch.float64):
+                for backward in (False, True):
+                    how = _plans.plan(rows, n, dtype, 132, backward)
+                    assert how.rows * how.lanes == 32 * how.warps
+                    # What a processor has.
+                    assert how.registers * 32 * how.warps <= 1 << 16
+    assert 4 * _plans.held(1000, 32).lanes * _plans.held(1000, 32).unroll == 1024
     assert _plans.long_plan(1, 10**9, 132, 8, 4).team == 132
     assert _plans.long_plan(4096, 100_000, 132, 8, 4).team == 1
 

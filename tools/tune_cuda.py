@@ -17,30 +17,28 @@ from typing import NamedTuple
 import torch
 
 from laprune.backends import cuda
-from laprune.backends._plans import Plan, long_plan
+from laprune.backends._plans import SHORT, Plan, long_plan, power
 
-SHAPES = {"65536x64": 8, "65536x100": 8, "16384x512": 32, "16384x1000": 32}
-SHAPES |= {"4096x4096": 32, "4096x32768": 64}
+SHAPES = {"65536x64": 8, "65536x100": 8, "65536x256": 16, "16384x512": 32, "16384x1000": 32}
+SHAPES |= {"8192x2048": 32, "4096x4096": 32, "4096x8192": 32, "4096x16384": 64, "4096x32768": 64}
+SHAPES |= {"64x1000": 32, "64x4096": 32, "64x16384": 64}
 SHAPES |= {f"1x{n}": n // 16 for n in (10**5, 10**6, 10**7, 10**8)}
-FORWARD = {
-    "65536x64": [Plan(16, 2, 8), Plan(16, 2, 4), Plan(8, 4, 4), Plan(4, 8, 2)],
-    "65536x100": [Plan(8, 4, 8), Plan(4, 8, 4), Plan(2, 16, 2)],
-    "16384x512": [Plan(2, 16, 8), Plan(1, 32, 4)],
-    "16384x1000": [Plan(4, 8, 4), Plan(1, 32, 4), Plan(1, 32, 8)],
-    "4096x4096": [Plan(1, 32, 4), Plan(1, 64, 4)],
-    "4096x32768": [Plan(1, 256, 4), Plan(1, 256, 8)],
-}
-BACKWARD = {
-    "65536x64": [Plan(8, 4, 4), Plan(16, 4, 4), Plan(32, 4, 4), Plan(4, 8, 2)],
-    "65536x100": [Plan(4, 8, 4), Plan(2, 16, 2)],
-    "16384x512": [Plan(1, 32, 4), Plan(2, 64, 2)],
-    "16384x1000": [Plan(4, 32, 8), Plan(1, 64, 4), Plan(1, 128, 2)],
-    "4096x4096": [Plan(1, 128, 8), Plan(1, 256, 4), Plan(1, 128, 2), Plan(1, 512, 2)],
-    "4096x32768": [Plan(1, 256, 4), Plan(1, 512, 2), Plan(1, 512, 4)],
-}
-LONG_FORWARD = [(8, 4), (8, 8)]
-LONG_BACKWARD = [(8, 4), (16, 4)]
-REGISTERS = [0, 64, 96, 128, 168]
+REGISTERS = (64, 96, 128, 168)
+
+
+def plans(rows: int, n: int, backward: bool) -> Iterator[Plan]:
+    if n > SHORT:
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        for warps, unroll in ((8, 4), (16, 4)) if backward else ((8, 4), (8, 8)):
+            yield long_plan(rows, n, count, warps, unroll)
+        return
+    for unroll in (2, 4, 8):
+        for lanes in (1 << i for i in range(10)):
+            tile = 4 * lanes * unroll
+            if tile == power(n) or (tile < n and lanes >= 32 and unroll >= 4):
+                plan = Plan(max(1, 32 // lanes), lanes, unroll)
+                fit = (x for x in REGISTERS if 32 * plan.warps * x <= 1 << 16)
+                yield from (plan._replace(registers=x) for x in fit)
 
 
 class Job(NamedTuple):
@@ -53,15 +51,7 @@ def jobs(only: list[str] | None) -> Iterator[Job]:
     for shape in only or SHAPES:
         rows, n = map(int, shape.split("x"))
         for backward in (False, True):
-            plans = (BACKWARD if backward else FORWARD).get(shape)
-            if plans is None:
-                pairs = LONG_BACKWARD if backward else LONG_FORWARD
-                count = torch.cuda.get_device_properties(0).multi_processor_count
-                plans = [long_plan(rows, n, count, *pair) for pair in pairs]
-                plans += [Plan(1, 256, 4, 2 * count)] if backward else []
-            for plan in plans:
-                for registers in REGISTERS if plan.team == 0 else [0]:
-                    yield Job(backward, shape, plan._replace(registers=registers))
+            yield from (Job(backward, shape, plan) for plan in plans(rows, n, backward))
 
 
 def call(job: Job) -> Callable[[], object]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 SHORT = 1 << 15  # longest row that one program solves while there are rows enough
+HELD = 1 << 14  # longest row of float32 that a program holds in registers
 
 
 class Plan(NamedTuple):
@@ -29,11 +30,10 @@ def power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def short_plan(n: int, each: int, warps: int) -> Plan:
-    """About `each` scores of a row per thread, and so many warps."""
-    lanes = min(max(1, power(n) // each), 32 * warps)
-    unroll = max(1, min(power(n) // (4 * lanes), 8 if each <= 32 else 4))
-    return Plan(32 * warps // lanes, lanes, unroll)
+def held(n: int, each: int) -> Plan:
+    """Rows that stay in registers, `each` scores per thread, by as few warps as that takes."""
+    lanes = max(1, power(n) // each)
+    return Plan(max(1, 32 // lanes), lanes, max(1, power(n) // (4 * lanes)))
 
 
 def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Plan:
@@ -44,17 +44,32 @@ def long_plan(rows: int, n: int, processors: int, warps: int, unroll: int) -> Pl
 
 def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool) -> Plan:
     """What ``tools/tune_cuda.py`` found best on an H200."""
-    if n <= SHORT and (n <= 4096 or rows * 2 > processors):
-        if n <= 512:
-            how = short_plan(n, 8 if backward else 16, 1)
-            registers = 64 if backward and n <= 256 else 128
-        elif n <= 8192:
-            how, registers = (
-                (short_plan(n, 32, 4), 168) if backward else (short_plan(n, 128, 1), 128)
-            )
-        else:
-            how, registers = short_plan(n, 64, 16) if backward else short_plan(n, 32, 8), 128
-        return how if dtype == torch.float64 else how._replace(registers=registers)
+    wide = dtype == torch.float64
+    size = 2 * n if wide else n
+    if n > SHORT or (size > HELD and rows * 2 <= processors):
+        if backward:
+            return long_plan(rows, n, processors, 8 if n <= 2 * 10**6 else 16, 4)
+        return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
+    registers = 128
     if backward:
-        return long_plan(rows, n, processors, 8 if n <= 2 * 10**6 else 16, 4)
-    return long_plan(rows, n, processors, 8, 4 if n <= 5 * 10**7 else 8)
+        if n <= 512:
+            how, registers = held(n, 8), 64
+        elif n <= 4096:
+            how, registers = held(n, 16), 96
+        elif n <= 8192:
+            how, registers = Plan(1, 128, 8), 168
+        else:
+            how = Plan(1, 512, 4)
+    elif n <= 128:
+        how = held(n, 16)
+    elif (
+        n <= 1024
+        or (size <= 4096 and rows <= 8 * processors)
+        or (size <= HELD and rows <= processors)
+    ):
+        how = held(n, 16 if wide else 32)
+    elif n <= 4096:  # so many rows are served best by a warp each, which waits for no other
+        how = held(n, 128)._replace(unroll=4)
+    else:
+        how = Plan(1, 256, 8)
+    return how if wide else how._replace(registers=registers)
