@@ -21,6 +21,7 @@ CASES = [
     (Plan(2, 16, 4), ALL, 256),
     (Plan(16, 4, 2), ALL, 77),
     (Plan(1, 64, 1), ALL, 1500),
+    (Plan(1, 512, 1), ALL, 1500),
     (Plan(1, 32, 2, team=1), ALL, 1501),
     (Plan(1, 32, 4, team=3), ALL, 1501),
     (Plan(1, 32, 1, team=3), ONE, 1501),
