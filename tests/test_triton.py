@@ -242,6 +242,28 @@ def test_edges(regime):
 
 
 @kernels
+@pytest.mark.parametrize("regime", ["rows", "alone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_at_both_ends_of_their_type_are_solved_or_said_to_be_unsolved(regime, dtype):
+    most, n = torch.finfo(dtype).max, 12
+    r = inputs.draw("uniform", 4, n)
+    r[:2] = (2 * r[:2] - 1) * most
+    r[1] = r[1].sign() * most
+    r[2, 0], r[2, 1] = most, -most
+    k = torch.full((4,), 3.0, dtype=torch.float64)
+    h = torch.tensor([0.03, 0.03, 0.9, 0.9], dtype=torch.float64)
+    args = (r.to(DEVICE, dtype), k.to(DEVICE), h.to(DEVICE), None, False, False)
+    out, state, info = (x.cpu() for x in cuda.solve(*args, how=PLANS[regime]))
+    assert set(info[:, 0].tolist()) <= {Status.CONVERGED, Status.STALLED}
+    assert info[3, 0] == Status.CONVERGED
+    assert ((out >= 0) & (out <= 1)).all()
+    assert state.isfinite().all()
+    solved = info[:, 0] == Status.CONVERGED
+    want = reference.solve(r, k, h, None, False, False)[0]
+    torch.testing.assert_close(out[solved].double(), want[solved], atol=2e-6, rtol=0)
+
+
+@kernels
 @pytest.mark.parametrize("regime", REGIMES)
 def test_hard_rows_serve_the_lowest_index_first(regime):
     n = 200

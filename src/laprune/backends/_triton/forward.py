@@ -18,7 +18,7 @@ from .endpoints import (
     _tile_hard,
 )
 from .start import _begin, _ladder, _start
-from .step import SOFT, _keep, _pose, _step
+from .step import SOFT, _keep, _pose, _sane, _step
 from .sums import (
     BAD,
     _gate,
@@ -183,7 +183,7 @@ def solve_rows(
         # A short step from a point that is converged already is better still; a mask that is
         # written there is written anew where that shows.
         better = live & converged & sure
-        at = _keep((running > 0) | better, moved, at)
+        at = _keep(((running > 0) | better) & _sane(moved), moved, at)
         if ONCE == 0:
             written = tl.where(_any(better & shows), 0, write)
             write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
@@ -354,7 +354,7 @@ def solve_long(
         converged, tied, moved, sure, again, tried, error, shows, weights = step
         if (sampling > 0) | few:
             # A part of a row is not worth being solved to the end.
-            sane = (moved[1] == moved[1]) & (moved[2] == moved[2]) & (moved[2] > 0)
+            sane = _sane(moved)
             at = _keep(sane, moved, at)
             if (error < 0.8) | (sane == 0) | (passes >= 12):
                 few = few & (sampling > 0)
@@ -368,7 +368,7 @@ def solve_long(
             status = tl.where(live & converged, CONVERGED, status)
             running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
             better = live & converged & sure
-            at = _keep((running > 0) | better, moved, at)
+            at = _keep(((running > 0) | better) & _sane(moved), moved, at)
             polish, polished = again, tried
             written = tl.where(better & shows, 0, write)
             write = running * polish

@@ -16,11 +16,17 @@ DOUBT = tl.constexpr(0.7)  # a count knows the barrier to so many times its stan
 
 
 @triton.jit
+def _between(lo, hi, share):
+    """lo + share (hi - lo), where hi - lo may overflow."""
+    return (1.0 - share) * lo + share * hi
+
+
+@triton.jit
 def _locate(lo, hi, w_lo, w_hi):
     """Where a line through two log counts, of which one is positive, would be zero."""
     share = _over(w_lo, w_lo - w_hi)
     share = tl.where(share == share, share, 0.5)
-    return lo + tl.minimum(tl.maximum(share, 0.02), 0.98) * (hi - lo)
+    return _between(lo, hi, tl.minimum(tl.maximum(share, 0.02), 0.98))
 
 
 @triton.jit
@@ -43,15 +49,16 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
     lo, hi, f_lo, f_hi, _, _, _ = bracket
     share = _over(f_lo, f_lo - f_hi)
     share = tl.minimum(tl.maximum(tl.where(share == share, share, 0.5), 0.0), 1.0)
-    b = lo + share * (hi - lo)
-    wide = tl.abs(hi - lo)
+    b = _between(lo, hi, share)
+    most = 1e308 if lo.dtype == tl.float64 else 1e38
+    wide, span = tl.minimum(tl.abs(hi - lo), most), tl.minimum(high - low, most)
     rest = 1.0 - _over(few, n)
     soft = tl.minimum(DOUBT / tl.sqrt(few * rest), 0.5)
     if FIXED == 0:
         soft = tl.maximum(soft, _over(1.0, 1.0 + odds))
     t = _over(soft * rest / 0.75 * wide, f_lo - f_hi)
     t = tl.maximum(tl.where(t == t, t, INF), 0.3 * tl.minimum(share, 1.0 - share) * wide)
-    t = tl.maximum(tl.minimum(t, high - low), 1e-7 * (high - low))
+    t = tl.maximum(tl.minimum(t, span), 1e-7 * span)
     if FIXED:
         t = tl.maximum(t, heat)
     else:
