@@ -46,6 +46,7 @@ GPU_SHAPES = (
     (4096, 32768, 512),
     (65536, 64, 8),
 )
+BLOCK = 10**7  # the most scores that are drawn at once
 VARIANTS = (
     *((name, 0.9) for name in ("laplace", "cauchy", "relu", "bimodal")),
     *(("gaussian", gamma) for gamma in (0.3, 0.99, 0.9999)),
@@ -121,17 +122,18 @@ def measure(setting: Setting, options: Options) -> dict[str, Any]:
 
 
 def _scores(setting: Setting) -> Tensor:
-    rows, n = setting["rows"], setting["n"]
-    if rows * n <= 10**7:
-        return draw_scores(setting["inputs"], rows, n, dtype=torch.float32).to(setting["device"])
+    name, rows, n = setting["inputs"], setting["rows"], setting["n"]
+    if rows * n < BLOCK:
+        return draw_scores(name, rows, n, dtype=torch.float32).to(setting["device"])
     # More than the host should hold in float64: one drawn block, repeated with its order rolled on.
-    block = (
-        draw_scores(setting["inputs"], 1, 10**7, dtype=torch.float32)
-        .to(setting["device"])
-        .flatten()
-    )
-    times = -(-rows * n // block.numel())
+    block = _block(name).to(setting["device"])
+    times = -(-rows * n // BLOCK)
     return torch.cat([block.roll(i) for i in range(times)])[: rows * n].reshape(rows, n)
+
+
+@functools.cache
+def _block(name: str) -> Tensor:
+    return draw_scores(name, 1, BLOCK, dtype=torch.float32).flatten()
 
 
 Contender = tuple[Callable[[], object], Callable[[], float] | None]
