@@ -38,6 +38,9 @@ def kernels() -> ModuleType | None:
         from . import _triton
     except ImportError:
         return None
+    # Triton 3.6 names what it keeps on disk by the order in which a process met its kernels.
+    for kernel in (_triton.solve_rows, _triton.solve_long, _triton.vjp):
+        getattr(kernel, "cache_key", None)
     fields = getattr(CUDAOptions, "__dataclass_fields__", {})
     return _triton if "launch_cooperative_grid" in fields else None
 
