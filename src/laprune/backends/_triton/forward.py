@@ -179,11 +179,12 @@ def solve_rows(
         status = tl.where(live & tied, TIED, status)
         status = tl.where(live & converged, CONVERGED, status)
         polish, polished = again, tl.where(live, tried, polished)
-        running = ((status == STALLED) & (passes < MAX_PASSES) & live).to(tl.int32)
+        sane = _sane(moved)
+        running = ((status == STALLED) & (passes < MAX_PASSES) & live & sane).to(tl.int32)
         # A short step from a point that is converged already is better still; a mask that is
         # written there is written anew where that shows.
-        better = live & converged & sure
-        at = _keep(((running > 0) | better) & _sane(moved), moved, at)
+        better = live & converged & sure & sane
+        at = _keep((running > 0) | better, moved, at)
         if ONCE == 0:
             written = tl.where(_any(better & shows), 0, write)
             write = 1 - _any((running > 0) & (polish == 0)).to(tl.int32)
@@ -352,9 +353,9 @@ def solve_long(
         near = (sparse, below, -above, -gap)
         step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, True, T)
         converged, tied, moved, sure, again, tried, error, shows, weights = step
+        sane = _sane(moved)
         if (sampling > 0) | few:
             # A part of a row is not worth being solved to the end.
-            sane = _sane(moved)
             at = _keep(sane, moved, at)
             if (error < 0.8) | (sane == 0) | (passes >= 12):
                 few = few & (sampling > 0)
@@ -366,9 +367,9 @@ def solve_long(
             live = status == STALLED
             status = tl.where(live & tied, TIED, status)
             status = tl.where(live & converged, CONVERGED, status)
-            running = ((status == STALLED) & (passes < MAX_PASSES)).to(tl.int32)
-            better = live & converged & sure
-            at = _keep(((running > 0) | better) & _sane(moved), moved, at)
+            running = ((status == STALLED) & (passes < MAX_PASSES) & sane).to(tl.int32)
+            better = live & converged & sure & sane
+            at = _keep((running > 0) | better, moved, at)
             polish, polished = again, tried
             written = tl.where(better & shows, 0, write)
             write = running * polish

@@ -9,9 +9,9 @@ from .sums import _held_count, _row_count
 from .team import _meet1
 from .tiles import INF, _exp, _log, _over, _row
 
-ROUNDS = tl.constexpr(3)  # counts that locate the barrier
-# Scores above the lowest of the highest scores of 256, 128, ... groups: the median.
-ABOVE = tl.constexpr((1513.0, 668.0, 290.0, 123.0, 51.0, 20.0, 7.3, 2.5, 0.7))
+ROUNDS = tl.constexpr(4)  # counts that locate the barrier
+# Scores above the lowest of the highest scores of 256, 128, ... 2 groups: the median.
+ABOVE = tl.constexpr((1513.0, 668.0, 290.0, 123.0, 51.0, 20.0, 7.3, 2.5))
 DOUBT = tl.constexpr(0.7)  # a count knows the barrier to so many times its standard deviation
 
 
@@ -63,7 +63,7 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
         t = tl.maximum(t, heat)
     else:
         t = t * _exp(-0.25 * _log(tl.minimum(odds, 1.0)))
-    return _begin(b, b * 0.0, t)
+    return _begin(b, b * 0.0, tl.minimum(t, most))
 
 
 @triton.jit
@@ -96,10 +96,10 @@ def _ladder(tops, bottoms, few, flip, ROWS: tl.constexpr, LANES: tl.constexpr):
     if LANES > 256:
         groups = tl.max(tl.reshape(groups, [ROWS, 256, LANES // 256]), 2)
     rungs = (few * 0.0 - INF, few * 0.0 + INF)
-    for i in tl.static_range(9):
+    for i in tl.static_range(8):
         if (256 >> i) <= (LANES * 4 if FINE else LANES):
             rungs = _rung(rungs, groups, few, 256 >> i, ABOVE[i], ROWS)
-            if i < 8:
+            if i < 7:
                 groups = tl.max(tl.reshape(groups, [ROWS, 128 >> i, 2]), 2)
     sign = tl.where(flip, -1.0, 1.0).to(few.dtype)
     return rungs[0] * sign, rungs[1] * sign
@@ -118,7 +118,7 @@ def _start(p_x, b_held, n_cols, stats, cuts, problem, whole, walk, team, FIXED: 
     lo, hi = tl.where(flip, high, low), tl.where(flip, low, high)
     bracket = (lo, hi, f_lo, f_hi, f_lo, f_hi, few * 0.0)
     cut = tl.where(tl.abs(cuts[0]) < INF, cuts[0], mean)
-    for j in range(ROUNDS + 1):
+    for j in range(ROUNDS):
         counted = few * 0.0
         if whole:
             total = _row_count(p_x, n_cols, cut, walk, False, T, A, U, ROWS, LANES, EVEN)
@@ -129,6 +129,7 @@ def _start(p_x, b_held, n_cols, stats, cuts, problem, whole, walk, team, FIXED: 
         counted = tl.where(flip, n - counted, counted)
         bracket = _narrow(bracket, cut, _log(_over(counted + 0.25, few)))
         cut = _locate(bracket[0], bracket[1], bracket[4], bracket[5])
-        within = (cuts[1] - bracket[0]) * (cuts[1] - bracket[1]) < 0
+        within = cuts[1] > tl.minimum(bracket[0], bracket[1])
+        within = within & (cuts[1] < tl.maximum(bracket[0], bracket[1]))
         cut = tl.where(within & (j == 0), cuts[1], cut)
     return _arrive(bracket, n, few, high, low, problem[6], problem[8], FIXED), meetings

@@ -108,7 +108,6 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     f32: tl.constexpr = S == tl.float32
     noise = 1e-7 if f32 else 1e-11
     blur = 2e-6 if f32 else 1e-7
-    hottest = 1e37 if f32 else 1e307  # where t is no less, differences of scores may overflow
 
     # Budget. The difference of large sums is taken before they are rounded.
     over_k = (above - k).to(S) - k_rest
@@ -258,7 +257,6 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     sure = plain & (far * far <= (1.0 if DENSE else 1.6) * mass_tol)
     shows = (converged == 0) | (by_b + by_t > 0.15 * hardness_tol)
     converged = converged | (last & sure)
-    converged = converged & (t < hottest)
     little = tl.minimum(25 * mass_tol, 0.2 * hardness_tol)
     likely = left <= tl.minimum(0.5 * hardness_tol, _over(5 * mass_tol * few, q))
     last = last & ((size * size <= little) | likely)

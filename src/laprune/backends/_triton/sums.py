@@ -22,14 +22,15 @@ from .tiles import (
     _zeros,
 )
 
-BAD = tl.constexpr(1e12)  # what a NaN or an infinite score adds to the count of scores
+BAD = tl.constexpr(2.0**40)  # what a NaN or an infinite score adds to the count of scores
 
 
 @triton.jit
 def _line_of(at, r_t, T: tl.constexpr):
-    """y = (x - pivot) rate - c. The pivot is the barrier to the digits of T, so that c is small."""
+    """y = (x/2 - pivot/2) 2 rate - c: halves of scores have no difference that overflows. The pivot
+    is the barrier to the digits of T, so that c is small."""
     rate = tl.minimum(r_t * LOG2E, 1e38 if T == tl.float32 else 1e307)
-    return at[0].to(T), rate.to(T), (at[1] * rate).to(T)
+    return (0.5 * at[0]).to(T), (2.0 * rate).to(T), (at[1] * rate).to(T)
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _line(at, T: tl.constexpr):
 
 @triton.jit
 def _y(b_x, line):
-    return (b_x - _v(line[0])) * _v(line[1]) - _v(line[2])
+    return (b_x * 0.5 - _v(line[0])) * _v(line[1]) - _v(line[2])
 
 
 @triton.jit
@@ -157,8 +158,7 @@ def _tile_spread(b_x, line, a, rest, T: tl.constexpr):
 def _tile_near(b_x, line):
     """The nearest score below the barrier, minus the nearest above it, and minus the distance from
     the pivot to the nearest other score; all measured from the pivot."""
-    b_d = b_x - _v(line[0])
-    m_hi = b_d * _v(line[1]) - _v(line[2]) > 0
+    b_d, m_hi = b_x - 2.0 * _v(line[0]), _y(b_x, line) > 0
     b_far = tl.abs(b_d)
     return (
         tl.max(_plain(tl.where(m_hi, -INF, b_d)), 2),
