@@ -68,7 +68,7 @@ def plan(rows: int, n: int, dtype: torch.dtype, processors: int, backward: bool)
         or (size <= HELD and rows <= processors)
     ):
         how = held(n, 16 if wide else 32)
-    elif n <= 4096:  # so many rows are served best by a warp each, which waits for no other
+    elif n <= 4096:  # of so many rows, one takes a warp or half of it, which waits for no other
         how = held(n, 128)._replace(unroll=4)
     else:
         how = Plan(1, 256, 8)
