@@ -159,10 +159,10 @@ def _step(sums, spread, near, at, tries, problem, tolerance, FIXED: tl.constexpr
     near_by = (tl.abs(e1) <= 1e-3) & (by_b <= 1e-3) & (by_t <= 1e-3)
     converged = budget_holds & (miss <= close) & near_by
     # Rounding may keep a solved row from the last digit: after some tries close by, twice the error
-    # passes, and the mass may err relative to k alone.
+    # passes, and the mass may err relative to k alone, by what is promised of it.
     polished += polish
     late = (near_by & (polished > 4)) | (passes > 2 * PATIENCE)
-    nearly_holds = budget_holds | (late & (off_by <= 2 * mass_tol * k.to(S)))
+    nearly_holds = budget_holds | (late & (off_by <= 2.5 * mass_tol * (k.to(S) + k_rest)))
     converged = converged | (late & nearly_holds & (miss <= 2 * close))
     # All weight on one score, or on equal ones: a smaller t changes nothing any more.
     pinned = seen & (t * SATURATED < gap) & (tl.abs(b) < 0.5 * gap) & (e2 < 0) & (over_k != 0)
