@@ -226,6 +226,41 @@ def test_a_few_passes_do_for_a_part_of_one_entry(k):
 
 
 @kernels
+@pytest.mark.parametrize("regime", ["held", "rows", "alone"])
+@pytest.mark.parametrize("k", [1e-4, 1e-3])
+@pytest.mark.parametrize("name", ["gaussian", "cauchy", "outlier"])
+def test_a_thousandth_of_an_entry_is_solved(regime, name, k):
+    r = inputs.draw(name, 32, 64, seed=9, dtype=torch.float32).to(DEVICE)
+    h = inputs.hardnesses(32, 1 - 1e-4, seed=9).to(DEVICE)
+    out, _, info = cuda.solve(r, k, h, None, False, False, how=PLANS[regime])
+    assert set(info[:, 0].tolist()) <= {Status.CONVERGED, Status.TIED}
+    assert (out.double().sum(-1) / k - 1).abs().max() <= 1e-6
+
+
+@kernels
+@pytest.mark.parametrize("regime", ["held", "rows"])
+def test_a_row_does_not_depend_on_those_beside_it(regime):
+    n, rows = 63, len(inputs.REGISTRY)
+    r = torch.cat(
+        [inputs.draw(name, 1, n, seed=1, dtype=torch.float32) for name in inputs.REGISTRY]
+    )
+    k, h = inputs.budgets(rows, n, seed=3), inputs.hardnesses(rows, 1 - 1e-4, seed=3)
+    r[4, 1], h[3], k[7] = torch.nan, 1.0, 0.0
+    r, k, h = r.to(DEVICE), k.to(DEVICE), h.to(DEVICE)
+    together = cuda.solve(r, k, h, None, False, False, how=PLANS[regime])
+    # A compiler may round the two ways through a pass differently.
+    near = {"atol": 1e-6 if ON_GPU else 0, "rtol": 1e-4 if ON_GPU else 0, "equal_nan": True}
+    for i in range(rows):
+        one = slice(i, i + 1)
+        alone = cuda.solve(r[one], k[one], h[one], None, False, False, how=PLANS[regime])
+        torch.testing.assert_close(alone[0], together[0][one], **near)
+        assert alone[2][0, 0] == together[2][i, 0]
+        if not ON_GPU:
+            assert torch.equal(alone[2], together[2][one])
+            torch.testing.assert_close(alone[1], together[1][one], rtol=0, atol=0, equal_nan=True)
+
+
+@kernels
 @pytest.mark.parametrize("regime", REGIMES)
 def test_edges(regime):
     inf, nan = math.inf, math.nan

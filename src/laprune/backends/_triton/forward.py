@@ -162,11 +162,13 @@ def solve_rows(
             spread = _row_spread(p_x, n_cols, line, problem[3], problem[4], walk, T, T, U, ROWS,
                                  LANES, EVEN)  # fmt: skip
         passes += running
-        sparse = _any((running > 0) & (tl.minimum(sums[1], sums[2]) < problem[0] * SPARSE))
+        # Row by row: what a row comes to is no matter of the rows beside it.
+        bare = (running > 0) & (tl.minimum(sums[1], sums[2]) < problem[0] * SPARSE)
+        sparse = _any(bare)
         tries, tolerance = (passes, polish, polished), (mass_tol, hardness_tol)
         if sparse:
             below, above, gap = _row_near(p_x, n_cols, line, walk, T, T, U, ROWS, LANES, EVEN)
-            near = (running > 0, below, -above, -gap)
+            near = (bare, below, -above, -gap)
             step = _step(sums, spread, near, at, tries, problem, tolerance, FIXED, False, T)
         else:
             # What depends on the scores beside the barrier falls away.
