@@ -31,26 +31,18 @@ def install() -> None:
 
 
 def _reduce(self: Any, inputs: Any) -> list[Any]:
-    """As generic_reduce, in the same order, for all numbers beside the axis at once."""
+    """As generic_reduce, for all numbers beside the axis at once, and half of them with the other
+    half, again and again, as the threads of a GPU do: one after another rounds more."""
     inputs, axis = self.unravel(inputs, self.axis)
-    arrays = [x.handle.data for x in inputs]
-    shape = arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]
-
-    def part(i: int) -> tuple[Any, ...]:
-        parts = (np.ascontiguousarray(array.take(i, axis)) for array in arrays)
-        return tuple(self.to_tensor(y, x.dtype) for x, y in zip(inputs, parts, strict=True))
-
-    total = part(0)
-    for i in range(1, arrays[0].shape[axis]):
-        total = self.combine_fn.fn(*total, *part(i))
-        total = total if isinstance(total, tuple) else (total,)
-    found = [np.asarray(x.handle.data).reshape(shape) for x in total]
-    if self.keep_dims:
-        found = [np.expand_dims(x, axis) for x in found]
-    return [
-        self.to_tensor(y if y.ndim else y.item(), x.dtype)
-        for x, y in zip(inputs, found, strict=True)
-    ]
+    kinds = [x.dtype for x in inputs]
+    found = [np.moveaxis(x.handle.data, axis, 0) for x in inputs]
+    while (half := len(found[0]) // 2) > 0:  # lengths are powers of two
+        sides = (x[part] for part in (slice(half), slice(half, None)) for x in found)
+        pairs = zip(sides, kinds * 2, strict=True)
+        total = self.combine_fn.fn(*(self.to_tensor(np.ascontiguousarray(x), t) for x, t in pairs))
+        found = [x.handle.data for x in (total if isinstance(total, tuple) else (total,))]
+    found = [np.expand_dims(x[0], axis) if self.keep_dims else x[0] for x in found]
+    return [self.to_tensor(x if x.ndim else x.item(), t) for x, t in zip(found, kinds, strict=True)]
 
 
 class SideBySide:
