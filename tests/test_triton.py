@@ -238,6 +238,18 @@ def test_a_thousandth_of_an_entry_is_solved(regime, name, k):
 
 
 @kernels
+def test_many_equal_scores_add_up_without_drift():
+    n, k = 10_000, 4501.0
+    r = torch.zeros(1, n)
+    r[0, ::1000] = torch.arange(1.0, 11.0)
+    how = cuda.Plan(1, 32, 1, team=1)  # 79 tiles, each with the same sums
+    out, _, info = cuda.solve(r.to(DEVICE), k, 0.9, None, False, False, how=how)
+    assert info[0, 0] == Status.TIED
+    assert info[0, 1] <= 4
+    assert abs(out.double().sum() / k - 1) <= 2e-7
+
+
+@kernels
 @pytest.mark.parametrize("regime", ["held", "rows"])
 def test_a_row_does_not_depend_on_those_beside_it(regime):
     n, rows = 63, len(inputs.REGISTRY)

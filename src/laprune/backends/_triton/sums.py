@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .team import _across, _across_max, _max3, _own8, _plus, _zero8
+from .team import _across, _across_max, _max3, _own8, _plus, _plus_kept, _zero8
 from .tiles import (
     INF,
     LOG2E,
@@ -108,11 +108,13 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, looking, walk, b_next, after,
     """The sums at a point, and, where asked, the mask there and whether all scores are finite: zero
     if so, NaN else.
 
-    AHEAD: the next tile is asked for while this one is summed, and one further on into the cache.
+    AHEAD: there are many tiles. The next one is asked for while this one is summed, and one further
+    on into the cache.
     b_next is that of the first stop; at the last one, that at `after` is asked for, where the next
     pass is to begin.
     """
     lanes = _zero8(ROWS, LANES, T)
+    kept = (lanes[0], lanes[0])
     odd = tl.zeros([ROWS, LANES, 4], T)
     for j in range(walk[0], walk[1], walk[2]):
         i = _stop(j, walk)
@@ -124,7 +126,10 @@ def _pass(p_x, p_v, p_out, n_cols, line, write, looking, walk, b_next, after,
                 _fetch(p_x, _stop(j + 3 * walk[2], walk), n_cols, U, LANES)
         else:
             b_x = _load(p_x, i, n_cols, -INF, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _tile_sums(b_x, line, T))
+        if AHEAD:
+            lanes, kept = _plus_kept(lanes, kept, _tile_sums(b_x, line, T))
+        else:
+            lanes = _plus(lanes, _tile_sums(b_x, line, T))
         if looking:
             odd += _tile_odd(b_x, i, n_cols, U, LANES, EVEN)
         if write:

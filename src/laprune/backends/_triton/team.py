@@ -23,6 +23,15 @@ def _plus(a, b):
 
 
 @triton.jit
+def _plus_kept(a, kept, b):
+    """_plus, but what rounding takes from the sums that the budget rests on is kept for the next
+    time: of equal terms, as ties have, it would add up."""
+    lo, hi = b[1] - kept[0], b[2] - kept[1]
+    sums = _plus(a, (b[0], lo, hi, b[3], b[4], b[5], b[6], b[7]))
+    return sums, ((sums[1] - a[1]) - lo, (sums[2] - a[2]) - hi)
+
+
+@triton.jit
 def _own8(terms, T: tl.constexpr):
     """Sums per row and thread of a tile's terms: four at once, which rounds less than one by one.
 
