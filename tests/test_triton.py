@@ -218,6 +218,20 @@ def test_a_few_passes_do_however_scores_are_distributed(how, rows, n, name):
 
 
 @kernels
+@pytest.mark.parametrize("how", [cuda.Plan(8, 4, 4), PLANS["rows"]])
+@pytest.mark.parametrize("far", [1e8, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("masked", [slice(32), slice(None, None, 2)])
+def test_a_few_passes_do_where_scores_are_masked_by_a_number(how, far, masked):
+    r = inputs.draw("gaussian", 8, 64, seed=3, dtype=torch.float32)
+    r[:, masked] = -far
+    out, _, info = cuda.solve(r.to(DEVICE), 4.0, 0.9, None, False, False, how=how)
+    assert (info[:, 0] == Status.CONVERGED).all()
+    assert (info[:, 1] <= 8).all()
+    assert (out.double().sum(-1) / 4 - 1).abs().max() <= 1e-6
+    assert (out[:, masked] < 1e-30).all()
+
+
+@kernels
 @pytest.mark.parametrize("k", [0.2, 255.8])
 def test_a_few_passes_do_for_a_part_of_one_entry(k):
     r = inputs.draw("gaussian", 8, 256, dtype=torch.float32).to(DEVICE)

@@ -275,7 +275,7 @@ def solve_long(
     if whole == 0:
         goal = _part_goal(hardness, k_now, n, FIXED)
     problem = _pose(n, k_now, goal, FIXED, T, f64)
-    cuts = (mean * 0.0 + INF, mean * 0.0 + INF)
+    cuts = (mean * 0.0 + INF, mean * 0.0 + INF, mean * 0.0 + INF)
     if whole == 0:
         cuts = _ladder(tops, bottoms, problem[5], problem[3] > 0.5, 1, LANES)
     at, meetings = _start(

@@ -58,7 +58,10 @@ def _arrive(bracket, n, few, high, low, odds, heat, FIXED: tl.constexpr):
         soft = tl.maximum(soft, _over(1.0, 1.0 + odds))
     t = _over(soft * rest / 0.75 * wide, f_lo - f_hi)
     t = tl.maximum(tl.where(t == t, t, INF), 0.3 * tl.minimum(share, 1.0 - share) * wide)
-    t = tl.maximum(tl.minimum(t, span), 1e-7 * span)
+    t = tl.minimum(t, span)
+    # Scores as close as they can be told apart, or all equal: an outlier says nothing about those.
+    t = tl.maximum(t, 1e-7 * tl.minimum(tl.maximum(tl.abs(b), wide), span))
+    t = tl.where(t > 0, t, 1e-7 * span)
     if FIXED:
         t = tl.maximum(t, heat)
     else:
@@ -76,15 +79,16 @@ def _begin(pivot, b, t):
 @triton.jit
 def _rung(rungs, groups, few, m: tl.constexpr, above: tl.constexpr, ROWS: tl.constexpr):
     """The rungs with the lowest of the highest scores of m groups, where `above` are expected."""
-    lo, hi = rungs
+    lo, hi, under = rungs
     rung = _row(tl.min(groups, 1), ROWS)
-    lo = tl.where(above > few, rung, lo)
-    return lo, tl.where((above < few) & (hi == INF), rung, hi)
+    under, lo = tl.where(above > few, lo, under), tl.where(above > few, rung, lo)
+    return lo, tl.where((above < few) & (hi == INF), rung, hi), under
 
 
 @triton.jit
 def _ladder(tops, bottoms, few, flip, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Two cuts: as a rule, more than `few` scores lie above the first one, less above the second.
+    A third one lies below both, for rows to which the first is an exception.
 
     Put the scores into m groups. The highest scores of the groups differ, and above the lowest of
     these lie some m (log m + 0.37) scores of the row, however the scores are distributed. First
@@ -95,14 +99,14 @@ def _ladder(tops, bottoms, few, flip, ROWS: tl.constexpr, LANES: tl.constexpr):
     groups = tl.reshape(groups, [ROWS, LANES * 4]) if FINE else tl.max(groups, 2)
     if LANES > 256:
         groups = tl.max(tl.reshape(groups, [ROWS, 256, LANES // 256]), 2)
-    rungs = (few * 0.0 - INF, few * 0.0 + INF)
+    rungs = (few * 0.0 - INF, few * 0.0 + INF, few * 0.0 - INF)
     for i in tl.static_range(8):
         if (256 >> i) <= (LANES * 4 if FINE else LANES):
             rungs = _rung(rungs, groups, few, 256 >> i, ABOVE[i], ROWS)
             if i < 7:
                 groups = tl.max(tl.reshape(groups, [ROWS, 128 >> i, 2]), 2)
     sign = tl.where(flip, -1.0, 1.0).to(few.dtype)
-    return rungs[0] * sign, rungs[1] * sign
+    return rungs[0] * sign, rungs[1] * sign, rungs[2] * sign
 
 
 @triton.jit
@@ -129,7 +133,8 @@ def _start(p_x, b_held, n_cols, stats, cuts, problem, whole, walk, team, FIXED: 
         counted = tl.where(flip, n - counted, counted)
         bracket = _narrow(bracket, cut, _log(_over(counted + 0.25, few)))
         cut = _locate(bracket[0], bracket[1], bracket[4], bracket[5])
-        within = cuts[1] > tl.minimum(bracket[0], bracket[1])
-        within = within & (cuts[1] < tl.maximum(bracket[0], bracket[1]))
-        cut = tl.where(within & (j == 0), cuts[1], cut)
+        lesser, larger = tl.minimum(bracket[0], bracket[1]), tl.maximum(bracket[0], bracket[1])
+        for known in tl.static_range(1, 3):
+            within = (cuts[known] > lesser) & (cuts[known] < larger)
+            cut = tl.where(within & (j == 0), cuts[known], cut)
     return _arrive(bracket, n, few, high, low, problem[6], problem[8], FIXED), meetings
