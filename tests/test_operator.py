@@ -90,6 +90,20 @@ def test_a_sample_leaves_a_long_row_few_passes(gamma: float, backend: str) -> No
     assert laprune.solve(draw("gaussian", 1, n), n / 16, gamma).passes <= 6
 
 
+def test_sharp_rows_are_solved_on_the_scores_near_their_barrier(dtype: torch.dtype) -> None:
+    """Read whole they take four passes and more; what is left out shows in no mask."""
+    if cpu.library() is None:
+        pytest.skip("the native backend is not built")
+    n = 16_384
+    r = draw("gaussian", 32, n, seed=3, dtype=dtype)
+    k, gamma = (torch.full((32,), x, dtype=torch.float64) for x in (64, 0.9))
+    args = (r, k, gamma, None, False, False)
+    (fast, _, fast_info), (slow, _, info) = cpu.solve(*args), reference.solve(*args)
+    assert (fast_info[:, 0] == Status.CONVERGED).all()
+    assert 3 * fast_info[:, 1].sum() <= 2 * info[:, 1].sum()
+    assert (fast - slow).abs().max() <= MASK_AGREEMENT[dtype]
+
+
 @pytest.mark.slow
 def test_ten_million_scores() -> None:
     n = 10_000_000

@@ -29,7 +29,7 @@ class Solution(NamedTuple):
     status: Tensor
     """A :class:`laprune.Status` per row."""
     passes: Tensor
-    """How often the row was read."""
+    """How often all of the row was read in search of the answer."""
 
 
 def soft_topk(

@@ -167,7 +167,7 @@ def look(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def sums(pieces: Sequence[Tensor], points: Tensor, out: Sequence[Tensor] | None = None) -> Tensor:
     """As :func:`pieces.sums`."""
-    total = points.new_empty(len(points), 13, dtype=torch.float64)
+    total = points.new_empty(len(points), 12, dtype=torch.float64)
     masks, points = None if out is None else _pointers(out), points.contiguous()
     _call(
         "sums", pieces[0].dtype, *_pieces(pieces), _pointer(points), masks, _pointer(total)

@@ -44,7 +44,7 @@ from .reference import (
 )
 
 SAMPLE_CAP = 1 << 18  # numbers in all samples together, beyond MIN_SAMPLE a row
-ADDED = 10  # of the sums of a pass; then the largest score below, the smallest above, and the gap
+ADDED = 9  # of the sums of a pass; then the largest score below, the smallest above, and the gap
 DIGIT = 8
 
 Read = Callable[[Tensor, bool], Tensor]
@@ -78,7 +78,7 @@ def look(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def sums(pieces: Sequence[Tensor], points: Tensor, out: Sequence[Tensor] | None = None) -> Tensor:
-    """The 13 sums of a pass at (pivot, b, t, a), each (rows, 4); may leave the mask in ``out``."""
+    """The 12 sums of a pass at (pivot, b, t, a), each (rows, 4); may leave the mask in ``out``."""
     total = _none(points)
     for piece in pieces:
         pivot, b, t, a = points.unbind(-1)

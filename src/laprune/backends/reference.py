@@ -76,8 +76,7 @@ class _Sums(NamedTuple):
     qw_hi: Tensor
     qq_lo: Tensor
     qq_hi: Tensor
-    qqw_lo: Tensor
-    qqw_hi: Tensor
+    qqw: Tensor
     spread: Tensor
     below: Tensor
     above: Tensor
@@ -130,7 +129,8 @@ def _sums(r: Tensor, pivot: Tensor, b: Tensor, t: Tensor, a: Tensor) -> _Sums:
     inf = math.inf
     sums = (
         hi.sum(-1).to(q.dtype),
-        *(part.sum(-1) for x in (1, w, q, q * w) for part in (lo_q * x, hi_q * x)),
+        *(part.sum(-1) for x in (1, w, q) for part in (lo_q * x, hi_q * x)),
+        (q * q * w).sum(-1),
         torch.where(ok, off, 0.0).square().sum(-1),
         torch.where(ok & ~hi, r, -inf).amax(-1),
         torch.where(hi, r, inf).amin(-1),
@@ -171,9 +171,9 @@ def _residuals(
     C = (s.spread - excess.square() / n).clamp(min=torch.finfo(q.dtype).tiny)
     V = q - s.qq_lo - s.qq_hi
     c_b = -2 * ((s.qq_lo - mean * s.q_lo) + ((1 - mean) * s.q_hi - s.qq_hi))
-    c_t = 2 * ((s.qqw_lo - mean * s.qw_lo) - ((1 - mean) * s.qw_hi - s.qqw_hi))
+    c_t = 2 * (s.qqw - mean * s.qw_lo - (1 - mean) * s.qw_hi)
     v_b = -((s.q_lo - 2 * s.qq_lo) - (s.q_hi - 2 * s.qq_hi))
-    v_t = s.qw_lo + s.qw_hi - 2 * (s.qqw_lo + s.qqw_hi)
+    v_t = s.qw_lo + s.qw_hi - 2 * s.qqw
     e2 = torch.log(C / V) - target
     e2_b, e2_t = c_b / C - v_b / V, c_t / C - v_t / V
     return _Residuals(excess, e1, e1_b, e1_t, e2, e2 - e2_b * e1 / e1_b, e2_t - e2_b * e1_t / e1_b)

@@ -97,62 +97,70 @@ struct Affine {
 template <typename T>
 constexpr T reach() { return T(0.75) * max_z<T>(); }
 
+// exp(-|z|)/2 with |z| cut at max_z; 0 for scores that are not eligible. Conditions are said one by one
+// and results chosen by arithmetic where that will do: compilers make a tangle of nested ones.
 template <typename T>
-LAPRUNE_INLINE T half_exp(T z, T c_lo, bool eligible) {
-  const T w = std::abs(z);
-  const T cut = w < max_z<T>() ? w : max_z<T>();
-  return eligible ? T(0.5) * exp_minus(cut, z > T(0) ? -c_lo : c_lo) : T(0);
+LAPRUNE_INLINE T half_exp(T z, T w, T c_lo, T eligible) {
+  return (T(0.5) * eligible) * exp_minus(w, z > T(0) ? -c_lo : c_lo);
 }
 
-// One pass: all sums of the solver; writes the mask, or mask * values, when `out` is given.
-template <typename T, bool kWrite, bool kGate>
+template <typename T>
+LAPRUNE_INLINE T size(T z) {
+  const T w = std::abs(z);
+  return w < max_z<T>() ? w : max_z<T>();
+}
+
+// One pass: the sums of the solver; writes the mask, or mask * values, when `out` is given. kAll: also
+// what only some rows need.
+template <typename T, bool kAll, bool kWrite, bool kGate>
 LAPRUNE_INLINE Sums pass_loop(const T* r, int64_t n, const Point& at, const T* values, T* out) {
   const Affine<T> z_of(at.pivot, at.b, at.t);
   const T a = static_cast<T>(at.a), rest = static_cast<T>(1 - at.a);
   const T inf = std::numeric_limits<T>::infinity();
   Sums total;
+  total.all = kAll;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t stop = std::min(n, start + kBlock);
-    T count = 0, bad = 0, N = 0, q_lo = 0, q_hi = 0, qw_lo = 0, qw_hi = 0, qq_lo = 0, qq_hi = 0,
-      qqw_lo = 0, qqw_hi = 0, spread = 0, below = -inf, above = inf, gap = inf;
-#pragma omp simd reduction(+ : count, bad, N, q_lo, q_hi, qw_lo, qw_hi) \
-    reduction(+ : qq_lo, qq_hi, qqw_lo, qqw_hi, spread) \
-    reduction(max : below) reduction(min : above, gap)
+    T N = 0, q_lo = 0, q_hi = 0, qw_lo = 0, qw_hi = 0, qq_lo = 0, qq_hi = 0, qqw = 0;
+    T count = 0, bad = 0, spread = 0, below = -inf, above = inf, gap = inf;
+#pragma omp simd reduction(+ : N, q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw) \
+    reduction(+ : count, bad, spread) reduction(max : below) reduction(min : above, gap)
     for (int64_t i = start; i < stop; ++i) {
       const T x = r[i];
       const T z = z_of(x);
       const bool ok = x > -inf, hi = z > T(0);
-      const T w = std::abs(z) < max_z<T>() ? std::abs(z) : max_z<T>();
-      const T q = half_exp(z, z_of.c_lo, ok);
-      const T p = hi ? T(1) - q : q;
-      const T d = ok ? (hi ? rest - q : q - a) : T(0);  // p - a, without rounding 1 - q
-      const T far = std::abs(x - z_of.pivot);
-      count += ok ? T(1) : T(0);
-      bad += x < inf ? T(0) : T(1);
+      const T one = ok ? T(1) : T(0), w = size(z), q = half_exp(z, w, z_of.c_lo, one);
       N += hi ? T(1) : T(0);
-      const T hi_q = hi ? q : T(0), lo_q = hi ? T(0) : q;
+      const T hi_q = hi ? q : T(0), lo_q = q - hi_q;
       // Squares that would be subnormal are nothing beside q, and slow.
-      const T factor = w < max_z<T>() / 2 ? q : T(0), qw = factor * w;
+      const T factor = w < max_z<T>() / 2 ? q : T(0);
       q_lo += lo_q, q_hi += hi_q;
       qw_lo += lo_q * w, qw_hi += hi_q * w;
       qq_lo += lo_q * factor, qq_hi += hi_q * factor;
-      qqw_lo += lo_q * qw, qqw_hi += hi_q * qw;
-      spread += d * d;
-      const T under = ok && !hi ? x : -inf, over = hi ? x : inf, other = far > T(0) ? far : inf;
-      below = under > below ? under : below;
-      above = over < above ? over : above;
-      gap = other < gap ? other : gap;
-      const T mask = w < max_z<T>() ? p : (hi ? T(1) : T(0));  // beyond max_z there is nothing
-      if (kWrite) out[i] = kGate ? (mask == T(0) ? T(0) : mask * values[i]) : mask;
+      qqw += q * (factor * w);
+      if (kAll) {
+        const T d = ok ? (hi ? rest - q : q - a) : T(0);  // p - a, without rounding 1 - q
+        const T far = std::abs(x - z_of.pivot);
+        count += one;
+        bad += x < inf ? T(0) : T(1);
+        spread += d * d;
+        const T under = ok && !hi ? x : -inf, over = hi ? x : inf, other = far > T(0) ? far : inf;
+        below = under > below ? under : below;
+        above = over < above ? over : above;
+        gap = other < gap ? other : gap;
+      }
+      if (kWrite) {
+        const T p = hi ? T(1) - q : q;
+        const T mask = w < max_z<T>() ? p : (hi ? T(1) : T(0));  // beyond max_z there is nothing
+        out[i] = kGate ? (mask == T(0) ? T(0) : mask * values[i]) : mask;
+      }
     }
-    total.add({count, bad, N, q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw_lo, qqw_hi, spread, below,
-               above, gap});
+    total.add({N, q_lo, q_hi, qw_lo, qw_hi, qq_lo, qq_hi, qqw, kAll, count, bad, spread, below, above, gap});
   }
   return total;
 }
 
-// First look at a row, to start from: eligible count, NaN or +inf, extremes, and the sums of
-// r - shift and |r - shift|.
+// First look at a row, to start from: eligible count, NaN or +inf, extremes, and the sum of scores.
 struct Stats {
   double count = 0, bad = 0, low = kInf, high = -kInf, sum = 0;
   void add(const Stats& o) {
@@ -161,25 +169,36 @@ struct Stats {
   }
 };
 
+// kFinite: the sum is finite only if all scores are, as they nearly always are.
+template <typename T, bool kFinite>
+LAPRUNE_INLINE Stats stats_block(const T* r, int64_t n) {
+  const T inf = std::numeric_limits<T>::infinity(), share = T(0.5) / kBlock;  // no sum overflows
+  T count = 0, bad = 0, low = inf, high = -inf, sum = 0;
+#pragma omp simd reduction(+ : count, bad, sum) reduction(min : low) reduction(max : high)
+  for (int64_t i = 0; i < n; ++i) {
+    const T x = r[i], up = kFinite || x > -inf ? x : inf;
+    low = low < up ? low : up;
+    high = high > x ? high : x;
+    if (kFinite) {
+      sum += x * share;
+    } else {
+      count += x > -inf ? T(1) : T(0);
+      bad += x < inf ? T(0) : T(1);
+      sum += x > -inf && x < inf ? x * share : T(0);
+    }
+  }
+  if (kFinite) count = static_cast<T>(n);
+  return {count, bad, low, high, sum / static_cast<double>(share)};
+}
+
 template <typename T>
 LAPRUNE_INLINE Stats stats_loop(const T* r, int64_t n) {
-  const T inf = std::numeric_limits<T>::infinity();
   Stats total;
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t stop = std::min(n, start + kBlock);
-    T count = 0, bad = 0, low = inf, high = -inf;
-    double sum = 0;
-#pragma omp simd reduction(+ : count, bad, sum) reduction(min : low) reduction(max : high)
-    for (int64_t i = start; i < stop; ++i) {
-      const T x = r[i];
-      const bool ok = x > -inf;
-      count += ok ? T(1) : T(0);
-      bad += x < inf ? T(0) : T(1);
-      low = ok && x < low ? x : low;
-      high = x > high ? x : high;
-      sum += ok ? static_cast<double>(x) : 0.0;
-    }
-    total.add({count, bad, low, high, sum});
+    const int64_t size = std::min(n - start, kBlock);
+    Stats found = stats_block<T, true>(r + start, size);
+    if (!std::isfinite(found.sum)) found = stats_block<T, false>(r + start, size);
+    total.add(found);
   }
   return total;
 }
@@ -196,6 +215,23 @@ LAPRUNE_INLINE double count_loop(const T* r, int64_t n, T cut) {
     total += count;
   }
   return total;
+}
+
+// Copies the scores x with low < x <= high; `out` has room for one more.
+template <typename T>
+LAPRUNE_INLINE void gather_loop(const T* r, int64_t n, T low, T high, T* out) {
+  constexpr int64_t kFew = 8;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t size = std::min(n - start, kBlock);
+    uint8_t within[kBlock] = {};
+    for (int64_t i = 0; i < size; ++i) within[i] = (r[start + i] > low) & (r[start + i] <= high);
+    for (int64_t i = 0; i < size; i += kFew) {
+      uint64_t any;
+      std::memcpy(&any, within + i, sizeof any);
+      if (any == 0) continue;
+      for (int64_t j = i; j < std::min(i + kFew, size); ++j) *out = r[start + j], out += within[j];
+    }
+  }
 }
 
 // What the gradient needs of a row, centred on (mean_z, mean_p); e is the upstream gradient of p.
@@ -215,21 +251,22 @@ template <typename T, bool kGate>
 LAPRUNE_INLINE GradSums grad_sums_loop(const T* r, const T* values, const T* g, int64_t n,
                                        const GradPoint& at) {
   const Affine<T> z_of(at.pivot, at.b, at.t), y_of(at.pivot, at.b, at.t, at.mean_z);
-  const T mean_p = static_cast<T>(at.mean_p), inf = std::numeric_limits<T>::infinity();
+  const T mean_p = static_cast<T>(at.mean_p), over = static_cast<T>(1 - at.mean_p);
+  const T inf = std::numeric_limits<T>::infinity();
+  const T most = std::numeric_limits<T>::max();
   GradSums total;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t stop = std::min(n, start + kBlock);
     T count = 0, s0 = 0, s1 = 0, u0 = 0, cov = 0, g0 = 0, g1 = 0;
 #pragma omp simd reduction(+ : count, s0, s1, u0, cov, g0, g1)
     for (int64_t i = start; i < stop; ++i) {
-      const T x = r[i], z = z_of(x);
-      const bool ok = x > -inf;
-      const T q = half_exp(z, z_of.c_lo, ok);
-      const T p = z > T(0) ? T(1) - q : q;
-      const T qy = q * (ok ? y_of(x) - y_of.c_lo : T(0)), v = p - mean_p;
-      const bool near = ok && std::abs(z) < reach<T>();
-      const T e = near ? (kGate ? g[i] * values[i] : g[i]) : T(0);
-      count += ok ? T(1) : T(0);
+      const T x = r[i], z = z_of(x), one = x > -inf ? T(1) : T(0);
+      const T q = half_exp(z, size(z), z_of.c_lo, one);
+      const T v = z > T(0) ? over - q : q - mean_p;  // p - mean_p, without rounding 1 - q
+      const T y = y_of(x) - y_of.c_lo, qy = q * (y > -most ? y : -most);
+      const T upstream = kGate ? g[i] * values[i] : g[i];
+      const T e = std::abs(z) < reach<T>() ? upstream : T(0);
+      count += one;
       s0 += q, s1 += qy, u0 += q * v, cov += qy * v, g0 += q * e, g1 += qy * e;
     }
     total.add({count, s0, s1, u0, cov, g0, g1});
@@ -242,17 +279,19 @@ template <typename T, bool kGate, bool kSelf>
 LAPRUNE_INLINE void grad_write_loop(const T* r, const T* values, const T* g, int64_t n,
                                     const GradPoint& at, T* dr, T* dvalues) {
   const Affine<T> z_of(at.pivot, at.b, at.t);
-  const T c0 = static_cast<T>(at.c0), c1 = static_cast<T>(at.c1), inv_t = z_of.inv_t;
+  const T c1 = static_cast<T>(at.c1), mean_e = static_cast<T>(at.c0 + at.c1 * at.mean_p);
+  const T mean_p = static_cast<T>(at.mean_p), over = static_cast<T>(1 - at.mean_p);
+  const T inv_t = z_of.inv_t;
   const T inf = std::numeric_limits<T>::infinity();
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const T x = r[i], z = z_of(x);
-    const bool ok = x > -inf;
-    const T q = half_exp(z, z_of.c_lo, ok && std::abs(z) < reach<T>());
-    const T p = z > T(0) ? T(1) - q : q;
-    const T e = ok ? (kGate ? g[i] * values[i] : g[i]) : T(0);
-    const T d = (q * inv_t) * ((e - c0) - c1 * p);
-    const T direct = kGate && ok ? g[i] * p : T(0);
+    const T x = r[i], z = z_of(x), near = std::abs(z) < reach<T>() ? T(1) : T(0);
+    const T q = half_exp(z, size(z), z_of.c_lo, near);
+    const T v = z > T(0) ? over - q : q - mean_p;
+    const T upstream = kGate ? g[i] * values[i] : g[i];
+    const T e = x > -inf ? upstream : T(0);
+    const T d = (q * inv_t) * ((e - mean_e) - c1 * v);
+    const T direct = kGate && x > -inf ? g[i] * (z > T(0) ? T(1) - q : q) : T(0);
     dr[i] = kSelf ? d + direct : d;
     if (kGate && !kSelf) dvalues[i] = direct;
   }
@@ -262,22 +301,29 @@ LAPRUNE_INLINE void grad_write_loop(const T* r, const T* values, const T* g, int
 template <typename T>
 struct Kernels;
 
-#define LAPRUNE_KERNELS(T, name)                                                                    \
+#define LAPRUNE_PASSES(T, name, all)                                                                \
   LAPRUNE_CLONES static Sums pass_##name(const T* r, int64_t n, const Point& at) {                  \
-    return pass_loop<T, false, false>(r, n, at, nullptr, nullptr);                                  \
+    return pass_loop<T, all, false, false>(r, n, at, nullptr, nullptr);                             \
   }                                                                                                 \
   LAPRUNE_CLONES static Sums write_##name(const T* r, int64_t n, const Point& at, T* out) {         \
-    return pass_loop<T, true, false>(r, n, at, nullptr, out);                                       \
+    return pass_loop<T, all, true, false>(r, n, at, nullptr, out);                                  \
   }                                                                                                 \
   LAPRUNE_CLONES static Sums gate_##name(const T* r, int64_t n, const Point& at, const T* v,        \
                                          T* out) {                                                  \
-    return pass_loop<T, true, true>(r, n, at, v, out);                                              \
-  }                                                                                                 \
+    return pass_loop<T, all, true, true>(r, n, at, v, out);                                         \
+  }
+
+#define LAPRUNE_KERNELS(T, name)                                                                    \
+  LAPRUNE_PASSES(T, name, false)                                                                    \
+  LAPRUNE_PASSES(T, all_##name, true)                                                               \
   LAPRUNE_CLONES static Stats stats_##name(const T* r, int64_t n) {                                 \
     return stats_loop(r, n);                                                                        \
   }                                                                                                 \
   LAPRUNE_CLONES static double count_##name(const T* r, int64_t n, T cut) {                         \
     return count_loop(r, n, cut);                                                                   \
+  }                                                                                                 \
+  LAPRUNE_CLONES static void gather_##name(const T* r, int64_t n, T low, T high, T* out) {          \
+    gather_loop(r, n, low, high, out);                                                              \
   }                                                                                                 \
   LAPRUNE_CLONES static GradSums grad_sums_##name(const T* r, const T* v, const T* g, int64_t n,    \
                                                   const GradPoint& at) {                            \
@@ -292,12 +338,14 @@ struct Kernels;
   }                                                                                                 \
   template <>                                                                                       \
   struct Kernels<T> {                                                                               \
-    static Sums pass(const T* r, int64_t n, const Point& at, const T* v, T* out) {                  \
-      return !out ? pass_##name(r, n, at)                                                           \
-                  : v ? gate_##name(r, n, at, v, out) : write_##name(r, n, at, out);                \
+    static Sums pass(const T* r, int64_t n, const Point& at, bool all, const T* v, T* out) {        \
+      if (!out) return all ? pass_all_##name(r, n, at) : pass_##name(r, n, at);                     \
+      if (!v) return all ? write_all_##name(r, n, at, out) : write_##name(r, n, at, out);           \
+      return all ? gate_all_##name(r, n, at, v, out) : gate_##name(r, n, at, v, out);               \
     }                                                                                               \
     static constexpr auto stats = stats_##name;                                                     \
     static constexpr auto count = count_##name;                                                     \
+    static constexpr auto gather = gather_##name;                                                   \
     static constexpr auto grad_sums = grad_sums_##name;                                             \
     static constexpr auto grad_write = grad_write_##name;                                           \
   };

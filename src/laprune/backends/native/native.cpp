@@ -3,6 +3,7 @@
 // Hard rows keep the threshold in `pivot` and what the scores equal to it share in `b`.
 
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #if defined(__linux__)
@@ -22,8 +23,13 @@ constexpr int64_t kSampleRatio = 256;  // one score in so many
 constexpr int64_t kMinSample = 2048;
 constexpr double kMinDoubt = 8;        // least k (1-a) of a sample that says anything
 constexpr int kRounds = 4;             // counts that locate the barrier
+constexpr int64_t kWorthwhile = 1000;  // scores of a row from which it is worth leaving some of them out
+constexpr double kShare = 0.3;         // most of a row that is worth solving by itself
+constexpr double kNothing = 0.05;      // of the tolerance of the mass: what all scores left out may weigh
+constexpr double kMargin = 1.25;       // by how much the temperature may yet grow
+constexpr int kTries = 3;              // points at which to leave some out
 constexpr int64_t kAlone = 1 << 15;    // less work than this is not worth a thread
-constexpr int kStateSize = 5, kInfoSize = 2;
+constexpr int kStateSize = 5, kInfoSize = 2, kSums = 12;
 
 template <typename T>
 constexpr Tolerance tolerance();
@@ -41,31 +47,31 @@ struct Row {
   int64_t n;
   Team* team;
 
+  int64_t chunks() const { return (n + kChunk - 1) / kChunk; }
+
   template <typename Result, typename Work>
   Result reduce(Work&& work) const {
-    const int64_t chunks = (n + kChunk - 1) / kChunk;
-    if (chunks == 1) return work(0, n);
-    std::vector<Result> parts(chunks);
+    if (chunks() == 1) return work(0, n);
+    std::vector<Result> parts(chunks());
     for_chunks([&](int64_t c, int64_t start, int64_t size) { parts[c] = work(start, size); });
     Result total = parts[0];
-    for (int64_t c = 1; c < chunks; ++c) total.add(parts[c]);
+    for (int64_t c = 1; c < chunks(); ++c) total.add(parts[c]);
     return total;
   }
 
   template <typename Work>
   void for_chunks(Work&& work) const {
-    const int64_t chunks = (n + kChunk - 1) / kChunk;
     const auto some = [&](int64_t from, int64_t to) {
       for (int64_t c = from; c < to; ++c) work(c, c * kChunk, std::min(kChunk, n - c * kChunk));
     };
-    if (!team) return some(0, chunks);
+    if (!team) return some(0, chunks());
     const int64_t size = team->size();
-    team->run([&](int i) { some(chunks * i / size, chunks * (i + 1) / size); });
+    team->run([&](int i) { some(chunks() * i / size, chunks() * (i + 1) / size); });
   }
 
-  Sums pass(const Point& at, bool write) const {
+  Sums pass(const Point& at, bool all, bool write) const {
     return reduce<Sums>([&](int64_t start, int64_t size) {
-      return Kernels<T>::pass(scores + start, size, at, values ? values + start : nullptr,
+      return Kernels<T>::pass(scores + start, size, at, all, values ? values + start : nullptr,
                               write ? out + start : nullptr);
     });
   }
@@ -225,23 +231,97 @@ Start counting_start(const Row<T>& row, const Problem& problem, const Stats& sta
   return {pivot, 0, tau};
 }
 
+// Where gamma leaves few scores of a row undecided, most passes read only those: scores so many
+// temperatures from the barrier that all of them together are nothing count as zeros and ones.
 template <typename T>
-Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bool wanted) {
+class Band {
+ public:
+  Band(const Row<T>& row, const Problem& problem) : row_(row), problem_(problem) {}
+
+  bool narrow() const { return !scores_.empty(); }
+
+  // Leaves out what may be left out at a point, if that is worth it.
+  void close(const Point& at) {
+    if (narrow() || tries_ == 0 || row_.n < kWorthwhile) return;
+    --tries_;
+    const double b = at.pivot + at.b, wide = kMargin * reach(at);
+    low_ = static_cast<T>(b - wide), high_ = static_cast<T>(b + wide);
+    if (!(low_ < high_ && std::isfinite(low_) && std::isfinite(high_))) return;
+    // Every chunk has its own stretch, and a place more than it needs.
+    std::vector<double> over(row_.chunks());
+    std::vector<int64_t> starts(row_.chunks() + 1);
+    row_.for_chunks([&](int64_t c, int64_t start, int64_t size) {
+      const T* r = row_.scores + start;
+      over[c] = Kernels<T>::count(r, size, high_);
+      starts[c + 1] = static_cast<int64_t>(Kernels<T>::count(r, size, low_) - over[c]) + 1;
+    });
+    for (int64_t c = 0; c < row_.chunks(); ++c) starts[c + 1] += starts[c];
+    if (starts.back() > kShare * row_.n) return;
+    over_ = std::accumulate(over.begin(), over.end(), 0.0);
+    scores_.resize(starts.back());
+    row_.for_chunks([&](int64_t c, int64_t start, int64_t size) {
+      Kernels<T>::gather(row_.scores + start, size, low_, high_, scores_.data() + starts[c]);
+      scores_[starts[c + 1] - 1] = -std::numeric_limits<T>::infinity();
+    });
+  }
+
+  // Back to the whole row.
+  void open() { scores_.clear(); }
+
+  // Whether what was left out is nothing at this point either.
+  bool holds(const Point& at) const {
+    const double b = at.pivot + at.b, wide = reach(at);
+    return low_ < b - wide && b + wide < high_;
+  }
+
+  Sums pass(const Point& at) const {
+    const int64_t size = static_cast<int64_t>(scores_.size());
+    Sums sums = Row<T>{scores_.data(), nullptr, nullptr, size, row_.team}.pass(at, false, false);
+    sums.above_count += over_;
+    return sums;
+  }
+
+ private:
+  double reach(const Point& at) const {
+    const double few = std::min(problem_.k, problem_.n - problem_.k);
+    return at.t * std::log(problem_.n / (kNothing * problem_.tol.mass * few));
+  }
+
+  Row<T> row_;
+  Problem problem_;
+  int tries_ = kTries;
+  std::vector<T> scores_;
+  T low_ = 0, high_ = 0;
+  double over_ = 0;  // scores above all of these
+};
+
+// wanted: the mask is to be written. look: the row is known only from a sample, all of its scores may
+// not be eligible.
+template <typename T>
+Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bool wanted,
+               bool look = false) {
   Iteration it(problem, start.pivot, start.b, start.tau);
-  bool write = false;
+  Band<T> band(row, problem);
+  bool all = look || it.soft(), write = false;
+  int passes = 0;  // over all of the row
   while (true) {
-    const Sums sums = row.pass(it.at, write);
+    if (!all && !write) band.close(it.at);
+    passes += !band.narrow();
+    Sums sums = band.narrow() ? band.pass(it.at) : row.pass(it.at, all, write);
+    all = it.wants_all(sums);
+    if (all) ++passes, band.open(), sums = row.pass(it.at, true, false);
     const Point here = it.at;
-    Status status = it.step(sums);
-    if (sums.bad > 0 || sums.count != problem.n) {  // the caller knew the row only from a sample
+    const Status status = it.step(sums);
+    if (look && (sums.bad > 0 || sums.count != problem.n))
       return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0};
-    }
+    look = false, all = all || it.soft();
     const bool done = status != kStalled || it.passes >= kMaxPasses;
-    if (done) {
-      if (wanted && !write) row.pass(here, true);
-      return {status, here, it.mean_z, it.mean_p, it.passes};
+    if (done && !band.narrow()) {
+      if (wanted && !write) row.pass(here, false, true);
+      return {status, here, it.mean_z, it.mean_p, passes};
     }
-    write = wanted && it.polish;
+    write = wanted && (done || (it.polish && !band.narrow()));
+    if (band.narrow() && (done || !band.holds(it.at))) band.open();
   }
 }
 
@@ -287,7 +367,7 @@ Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
   Start start;
   if (row.n > kLong && !uniform && !binary && k > 0 && k < problem.n &&
       sample_start(row, problem, &start)) {
-    const Answer answer = iterate(row, problem, start, true);
+    const Answer answer = iterate(row, problem, start, true, true);
     if (answer.passes > 0) return answer;
   }
   const Stats look = row.stats();
@@ -355,7 +435,7 @@ RowGrad grad_row(const GradRow<T>& job, double k, double hardness, bool fixed, S
   if (status == kTied) {  // p sits in its t -> 0 limit, where only the budget moves it
     const Affine<T> z_of(at.pivot, at.b, t);
     job.direct([&](T x) {
-      const T z = z_of(x), q = half_exp(z, z_of.c_lo, x > -inf);
+      const T z = z_of(x), q = half_exp(z, size(z), z_of.c_lo, x > -inf ? T(1) : T(0));
       return z > T(0) ? T(1) - q : q;
     });
     return {g0 / s.s0, 0};

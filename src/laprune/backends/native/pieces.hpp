@@ -73,11 +73,11 @@ void sums(const Pieces<T>& in, const double* points, T** masks, double* out, int
   const auto totals = reduce_rows<Sums>(in, threads, [&](const Stretch& s, const T* r) {
     const double* p = points + 4 * s.row;
     T* mask = masks ? masks[s.piece] + s.row * in.sizes[s.piece] + s.start : nullptr;
-    return Kernels<T>::pass(r, s.size, {p[0], p[1], p[2], p[3]}, nullptr, mask);
+    return Kernels<T>::pass(r, s.size, {p[0], p[1], p[2], p[3]}, true, nullptr, mask);
   });
   for (const Sums& s : totals)
-    for (double x : {s.above_count, s.q_lo, s.q_hi, s.qw_lo, s.qw_hi, s.qq_lo, s.qq_hi, s.qqw_lo,
-                     s.qqw_hi, s.spread, s.below, s.above, s.gap})
+    for (double x : {s.above_count, s.q_lo, s.q_hi, s.qw_lo, s.qw_hi, s.qq_lo, s.qq_hi, s.qqw,
+                     s.spread, s.below, s.above, s.gap})
       *out++ = x;
 }
 
@@ -115,7 +115,7 @@ void write(const Pieces<T>& in, const double* state, const int32_t* status, cons
     const int64_t at = s.row * in.sizes[s.piece] + s.start;
     const double* y = state + kStateSize * s.row;
     const Row<T> row{in.scores[s.piece] + at, nullptr, out[s.piece] + at, s.size, nullptr};
-    if (soft(status[s.row])) row.pass({y[0], y[1], y[2], 0}, true);
+    if (soft(status[s.row])) row.pass({y[0], y[1], y[2], 0}, false, true);
     else if (status[s.row] == kHard)
       row.fill(HardMask<T>{static_cast<T>(y[0]), share[s.row * in.count + s.piece]});
     else if (status[s.row] == kNonFinite) non_finite(row);
@@ -202,16 +202,16 @@ void begin(int64_t rows, const double* n, const double* k, const double* target,
 int step(int64_t rows, const double* sums, void* iterations, double* points, double* means,
          int32_t* info) {
   bool running = false, polish = true;
-  for (int64_t i = 0; i < rows; ++i, sums += 13) {
+  for (int64_t i = 0; i < rows; ++i, sums += kSums) {
     int32_t* row = info + kInfoSize * i;
     if (row[0] != kStalled || row[1] >= kMaxPasses) continue;
     Iteration it(Problem{}, 0, 0, 0);
     void* place = static_cast<char*>(iterations) + i * sizeof it;
     std::memcpy(&it, place, sizeof it);
     Sums s;
-    double* fields[13] = {&s.above_count, &s.q_lo,   &s.q_hi,   &s.qw_lo, &s.qw_hi, &s.qq_lo, &s.qq_hi,
-                          &s.qqw_lo,      &s.qqw_hi, &s.spread, &s.below, &s.above, &s.gap};
-    for (int f = 0; f < 13; ++f) *fields[f] = sums[f];
+    double* fields[kSums] = {&s.above_count, &s.q_lo,   &s.q_hi,   &s.qw_lo, &s.qw_hi, &s.qq_lo, &s.qq_hi,
+                          &s.qqw,         &s.spread, &s.below, &s.above, &s.gap};
+    for (int f = 0; f < kSums; ++f) *fields[f] = sums[f];
     row[0] = it.step(s), row[1] = it.passes;
     means[2 * i] = it.mean_z, means[2 * i + 1] = it.mean_p;
     if (row[0] != kStalled || row[1] >= kMaxPasses) continue;

@@ -16,21 +16,22 @@ enum Status : int32_t { kConverged, kUniform, kHard, kConstant, kTied, kInfeasib
 
 // What one read of the row yields at (b, t). "lo" is z <= 0, "hi" is z > 0, w = |z|.
 struct Sums {
-  double count = 0, bad = 0;          // eligible scores; NaN or +inf
   double above_count = 0;             // N, the scores above the barrier
   double q_lo = 0, q_hi = 0;          // sum q
   double qw_lo = 0, qw_hi = 0;        // sum q w
   double qq_lo = 0, qq_hi = 0;        // sum q^2
-  double qqw_lo = 0, qqw_hi = 0;      // sum q^2 w
+  double qqw = 0;                     // sum q^2 w
+  bool all = true;                    // whether what follows was asked for
+  double count = 0, bad = 0;          // eligible scores; NaN or +inf
   double spread = 0;                  // sum (p - a)^2
   double below = -kInf, above = kInf; // nearest scores on both sides of the barrier
   double gap = kInf;                  // distance from the pivot to the nearest other score
 
   void add(const Sums& o) {
-    count += o.count, bad += o.bad, above_count += o.above_count;
+    above_count += o.above_count;
     q_lo += o.q_lo, q_hi += o.q_hi, qw_lo += o.qw_lo, qw_hi += o.qw_hi;
-    qq_lo += o.qq_lo, qq_hi += o.qq_hi, qqw_lo += o.qqw_lo, qqw_hi += o.qqw_hi;
-    spread += o.spread;
+    qq_lo += o.qq_lo, qq_hi += o.qq_hi, qqw += o.qqw;
+    count += o.count, bad += o.bad, spread += o.spread;
     below = std::max(below, o.below), above = std::min(above, o.above), gap = std::min(gap, o.gap);
   }
 };
@@ -57,6 +58,8 @@ constexpr int kPatience = 16;        // passes after which a temperature step ne
 constexpr double kMaxStep = 3;       // largest step in log t
 constexpr double kMaskTolerance = 1e-6;  // of an entry, from each of the two
 constexpr double kSaturated = 45;    // exp(-45) is nothing beside 1 in any dtype
+constexpr double kSparse = 3e-10;    // less q per score on a side: no score there for kSaturated / 2
+constexpr double kSoft = -1;         // below this logit(gamma), sum (p - a)^2 is summed by itself
 
 class Iteration {
  public:
@@ -69,6 +72,18 @@ class Iteration {
       : at{pivot, b, std::exp(tau), problem.k / problem.n}, problem_(problem), tau_(tau) {}
 
   double tau() const { return tau_; }
+
+  // Whether no pass at any point will do without all sums.
+  bool soft() const { return !problem_.fixed && problem_.target < kSoft; }
+
+  // Whether these sums do not tell enough: few scores bear the weight, or the barrier lies in the
+  // right gap at a temperature that is far too small, and the scores beside it say more.
+  bool wants_all(const Sums& s) const {
+    if (s.all) return false;
+    if (soft() || !(std::min(s.q_lo, s.q_hi) >= kSparse * problem_.n)) return true;
+    const double wanted = problem_.k * (1 - at.a) / (1 + std::exp(problem_.target));  // V
+    return !problem_.fixed && s.above_count == problem_.k && s.q_lo + s.q_hi < 0.5 * wanted;
+  }
 
   // Digest the sums at `at`. Returns kConverged or kTied when `at` is the answer, else moves `at`
   // and returns kStalled.
@@ -89,7 +104,7 @@ inline Status Iteration::step(const Sums& s) {
   const double n = problem_.n, k = problem_.k, t = at.t;
   const double N = s.above_count;
   const double q_lo = s.q_lo, q_hi = s.q_hi, qw_lo = s.qw_lo, qw_hi = s.qw_hi;
-  const double qq_lo = s.qq_lo, qq_hi = s.qq_hi, qqw_lo = s.qqw_lo, qqw_hi = s.qqw_hi;
+  const double qq_lo = s.qq_lo, qq_hi = s.qq_hi, a = at.a, rest = 1 - at.a;
   const double q = q_lo + q_hi;
 
   // Budget: log P = log M. Derivatives are with respect to b/t and log t.
@@ -104,11 +119,13 @@ inline Status Iteration::step(const Sums& s) {
     residual = e2 = problem_.target - tau_, slope = -1;
   } else {
     const double mean = k / n + excess / n;
-    const double C = std::max(s.spread - excess * excess / n, std::numeric_limits<double>::min());
+    const double spread = s.all ? s.spread
+                                : qq_lo + a * (a * (n - N) - 2 * q_lo) + qq_hi + rest * (rest * N - 2 * q_hi);
+    const double C = std::max(spread - excess * excess / n, std::numeric_limits<double>::min());
     const double V = q - qq_lo - qq_hi;
     const double c_b = -2 * ((qq_lo - mean * q_lo) + ((1 - mean) * q_hi - qq_hi));
-    const double c_t = 2 * ((qqw_lo - mean * qw_lo) - ((1 - mean) * qw_hi - qqw_hi));
-    const double v_b = -((q_lo - 2 * qq_lo) - (q_hi - 2 * qq_hi)), v_t = qw_lo + qw_hi - 2 * (qqw_lo + qqw_hi);
+    const double c_t = 2 * (s.qqw - mean * qw_lo - (1 - mean) * qw_hi);
+    const double v_b = -((q_lo - 2 * qq_lo) - (q_hi - 2 * qq_hi)), v_t = qw_lo + qw_hi - 2 * s.qqw;
     const double e2_b = c_b / C - v_b / V, e2_t = c_t / C - v_t / V;
     e2 = std::log(C / V) - problem_.target;
     residual = e2 - e2_b * e1 / e1_b, slope = e2_t - e2_b * e1_t / e1_b;
@@ -133,18 +150,19 @@ inline Status Iteration::step(const Sums& s) {
     return kConverged;
   // All weight on one score, or on equal ones: a smaller t changes nothing any more.
   const bool pinned =
-      t < s.gap / kSaturated && std::abs(at.b) < s.gap / 2 && e2 < 0 && N != k;
+      s.all && t < s.gap / kSaturated && std::abs(at.b) < s.gap / 2 && e2 < 0 && N != k;
   if (pinned && budget_holds && !problem_.fixed) return kTied;
 
   // In a saturated gap a lower temperature changes nothing: straight to the given one.
   const double middle = 0.5 * ((s.below - at.pivot) + (s.above - at.pivot));
-  if (problem_.fixed && N == k && problem_.target <= tau_ && s.above - s.below > 2 * kSaturated * t) {
+  const bool in_gap = s.all && N == k;
+  if (problem_.fixed && in_gap && problem_.target <= tau_ && s.above - s.below > 2 * kSaturated * t) {
     b_lo_ = -kInf, b_hi_ = kInf, polish = false;
     move(middle, problem_.target, s);
     return kStalled;
   }
   // In the right gap V <= sqrt(k (n-k)) exp(-gap/2t): a t below this bound is too small.
-  if (!problem_.fixed && N == k) {
+  if (!problem_.fixed && in_gap) {
     const double reach = std::log(n / std::sqrt(k * (n - k))) + std::log1p(std::exp(problem_.target));
     const double bound = std::log((s.above - s.below) / (2 * reach));
     if (tau_ < bound) {
@@ -193,7 +211,7 @@ inline Status Iteration::step(const Sums& s) {
     (excess > 0 ? b_lo_ : b_hi_) = at.b;
     double b = at.b + t * u;
     const double under = at.b - (s.below - at.pivot), over = (s.above - at.pivot) - at.b;
-    if (std::min(under, over) > 0.9 * problem_.tol.max_z * t) b = excess > 0 ? at.b + over : at.b - under;
+    if (s.all && std::min(under, over) > 0.9 * problem_.tol.max_z * t) b = excess > 0 ? at.b + over : at.b - under;
     const bool bracketed = std::isfinite(b_lo_) && std::isfinite(b_hi_);
     if (bracketed && !(b > b_lo_ && b < b_hi_)) b = 0.5 * (b_lo_ + b_hi_);
     move(b, tau_, s);
@@ -201,11 +219,17 @@ inline Status Iteration::step(const Sums& s) {
   return kStalled;
 }
 
-// Keep b small beside t by measuring it from a score close to it; where scores are few, from the
-// one that the barrier is at, on which all weight may come to rest.
+// Keep b small beside t by measuring it from close by: from a score if they are known, and where
+// scores are few, from the one that the barrier is at, on which all weight may come to rest.
 inline void Iteration::move(double b, double tau, const Sums& s) {
   tau_ = tau;
   at.b = b, at.t = std::exp(tau);
+  if (!s.all) {
+    if (!(std::abs(b) > 2 * at.t)) return;
+    const double moved = at.pivot + b;
+    b_lo_ -= moved - at.pivot, b_hi_ -= moved - at.pivot, at.b = 0, at.pivot = moved;
+    return;
+  }
   const double over = (s.above - at.pivot) - b, under = b - (s.below - at.pivot);
   const double pivot = over < under ? s.above : s.below;
   const double shift = pivot - at.pivot;
