@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -265,3 +266,32 @@ def test_table_gives_the_difference_and_keeps_its_columns(tmp_path: Path) -> Non
     assert lines[4] == r"| \|x\| at a | 0.50 | 0.75 ± 0.12 | +0.25 |"
     assert lines[5] == "| y | not given | 1.000 |  |"
     assert lines[-1] == "A note."
+
+
+def test_records_name_the_commit_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a study writes beside the source makes nothing dirty; a repository that the package
+    merely lies in says nothing."""
+
+    def git(*command: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    lab_file = tmp_path / "src" / "laprune" / "studies" / "lab.py"
+    lab_file.parent.mkdir(parents=True)
+    lab_file.write_text("")
+    (tmp_path / "results").write_text("")
+    git("init")
+    git("add", "results")
+    git("commit", "-m", "no source")
+    with monkeypatch.context() as patch:
+        patch.setattr(lab, "__file__", str(lab_file))
+        assert lab._commit() is None
+        git("add", ".")
+        git("commit", "-m", "source")
+        (tmp_path / "results").write_text("new")
+        clean = lab._commit()
+        lab_file.write_text("new")
+        assert lab._commit() == f"{clean}-dirty"
+    assert clean and clean.isalnum()

@@ -236,14 +236,23 @@ def hardware(device: str) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree; of an installed wheel there is none."""
-    command = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
+    """The commit of the source tree, "-dirty" where its source differs; results may. Of an
+    installed wheel there is none."""
+    package = Path(__file__).parents[1]
+
+    def git(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", *command], cwd=package, capture_output=True, text=True, check=False
+        )
+
     try:
-        out = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+        if not git("ls-files", "studies/lab.py").stdout:  # somebody else's repository, or none
+            return None
+        commit = git("rev-parse", "--short", "HEAD").stdout.strip()
+        changed = git("status", "--porcelain", "--", ".").stdout.strip()
     except OSError:  # no git
         return None
-    return out.stdout.strip() or None
+    return commit + "-dirty" * bool(changed)
 
 
 def _key(setting: Setting) -> str:
