@@ -294,4 +294,5 @@ def test_records_name_the_commit_of_the_source(
         clean = lab._commit()
         lab_file.write_text("new")
         assert lab._commit() == f"{clean}-dirty"
-    assert clean and clean.isalnum()
+    assert clean
+    assert clean.isalnum()
