@@ -309,12 +309,12 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
     passes += !band.narrow();
     Sums sums = band.narrow() ? band.pass(it.at) : row.pass(it.at, all, write);
     all = it.wants_all(sums);
-    if (all) ++passes, band.open(), sums = row.pass(it.at, true, false);
+    if (all && !sums.all) ++passes, band.open(), sums = row.pass(it.at, true, false);
     const Point here = it.at;
     const Status status = it.step(sums);
     if (look && (sums.bad > 0 || sums.count != problem.n))
       return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0};
-    look = false, all = all || it.soft();
+    look = false;
     const bool done = status != kStalled || it.passes >= kMaxPasses;
     if (done && !band.narrow()) {
       if (wanted && !write) row.pass(here, false, true);
