@@ -76,12 +76,9 @@ class Iteration {
   // Whether no pass at any point will do without all sums.
   bool soft() const { return !problem_.fixed && problem_.target < kSoft; }
 
-  // Whether one at this point will not: few scores bear the weight, or the barrier lies in the right
-  // gap at a temperature that is far too small, and the scores beside it say more.
+  // Whether one at this point will not: few scores bear the weight, and where they lie says more.
   bool wants_all(const Sums& s) const {
-    if (soft() || !(std::min(s.q_lo, s.q_hi) >= kSparse * problem_.n)) return true;
-    const double wanted = problem_.k * (1 - at.a) / (1 + std::exp(problem_.target));  // V
-    return !problem_.fixed && s.above_count == problem_.k && s.q_lo + s.q_hi < 0.5 * wanted;
+    return soft() || !(std::min(s.q_lo, s.q_hi) >= kSparse * problem_.n);
   }
 
   // Digest the sums at `at`. Returns kConverged or kTied when `at` is the answer, else moves `at`
