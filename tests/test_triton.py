@@ -264,6 +264,22 @@ def test_many_equal_scores_add_up_without_drift():
 
 
 @kernels
+@pytest.mark.parametrize("upstream", [0.3, 0.7, 1.1])
+def test_equal_weights_add_up_without_drift_in_the_gradient(upstream):
+    """dk is the mean of the gradient that arrives, weighted by q."""
+    n = 10_000
+    r = torch.zeros(1, n)
+    r[0, ::1000] = torch.arange(1.0, 11.0)
+    r[0, 1::3] = 0.37
+    r, g = r.to(DEVICE), torch.full((1, n), upstream, device=DEVICE)
+    k, t = (torch.tensor([x], dtype=torch.float64, device=DEVICE) for x in (4501.0, 0.7))
+    how = cuda.Plan(1, 32, 1, team=1)
+    _, state, info = cuda.solve(r, k, t, None, False, True, how=how)
+    _, _, dk, _ = cuda.vjp(r, k, t, None, False, True, state, info, g, None, how=how)
+    assert abs(dk.item() / g[0, 0].item() - 1) <= 2e-7
+
+
+@kernels
 @pytest.mark.parametrize("regime", ["held", "rows"])
 def test_a_row_does_not_depend_on_those_beside_it(regime):
     n, rows = 63, len(inputs.REGISTRY)

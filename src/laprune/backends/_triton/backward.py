@@ -25,7 +25,7 @@ from .team import (
     _meet1,
     _own8,
     _part,
-    _plus,
+    _plus_kept,
     _ties_before,
     _wide,
     _zero8,
@@ -60,7 +60,7 @@ def _grad_tile(b_x, b_e, line, means, ASKED: tl.constexpr, T: tl.constexpr):
     b_n, b_t = tl.zeros_like(b_q), tl.zeros_like(b_q)
     if ASKED:
         b_n, b_t = tl.where(b_x > -INF, 1.0, 0.0).to(T), b_e
-    terms = (b_n, b_q, b_z, b_q * b_p, b_z * b_p, b_q * b_e, b_z * b_e, b_t)
+    terms = (b_n, b_q, b_q * b_e, b_z, b_q * b_p, b_z * b_p, b_z * b_e, b_t)
     return _own8(terms, T)
 
 
@@ -80,7 +80,7 @@ def _coefficients(sums, status, t, means, pull, k, hardness, FIXED: tl.constexpr
                   ASKED: tl.constexpr):  # fmt: skip
     """The means and c1 of dr = q/t ((e - mean e) - c1 (p - mean p)), and the gradients of k and the
     hardness."""
-    n, s0, s1, u0, cov, g0, g1, total = sums
+    n, s0, g0, s1, u0, cov, g1, total = sums
     mean_z, mean_p = means
     gb, gt = pull
     regular, tied = _is_regular(status), status == TIED
@@ -158,6 +158,7 @@ def vjp(
     b_xn, b_gn = b_x, b_g
 
     lanes = _zero8(ROWS, LANES, T)
+    kept = (lanes[0], lanes[0])
     for j in range(me, tiles, 1 if ONCE else size):
         if ONCE == 0:
             # The next tile is asked for while this one is summed; at the end, that which the second
@@ -167,7 +168,7 @@ def vjp(
             b_xn = _load(p_x, then, n_cols, -INF, T, U, LANES, EVEN)
             b_gn = _load(p_g, then, n_cols, 0.0, T, U, LANES, EVEN)
         b_e = _upstream(p_v, j, n_cols, b_x, b_g, GATE, T, U, LANES, EVEN)
-        lanes = _plus(lanes, _grad_tile(b_x, b_e, line, centre, ASKED, T))
+        lanes, kept = _plus_kept(lanes, kept, _grad_tile(b_x, b_e, line, centre, ASKED, T))
     if S == f64:
         lanes = _wide(lanes)
     sums = _across(lanes, ROWS)

@@ -24,8 +24,8 @@ def _plus(a, b):
 
 @triton.jit
 def _plus_kept(a, kept, b):
-    """_plus, but what rounding takes from the sums that the budget rests on is kept for the next
-    time: of equal terms, as ties have, it would add up."""
+    """_plus, but what rounding takes from the sums that all rests on, the second and the third, is
+    kept for the next time: of equal terms, as ties have, it would add up."""
     lo, hi = b[1] - kept[0], b[2] - kept[1]
     sums = _plus(a, (b[0], lo, hi, b[3], b[4], b[5], b[6], b[7]))
     return sums, ((sums[1] - a[1]) - lo, (sums[2] - a[2]) - hi)
