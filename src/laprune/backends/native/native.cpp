@@ -23,8 +23,9 @@ constexpr int64_t kSampleRatio = 256;  // one score in so many
 constexpr int64_t kMinSample = 2048;
 constexpr double kMinDoubt = 8;        // least k (1-a) of a sample that says anything
 constexpr int kRounds = 4;             // counts that locate the barrier
-constexpr int64_t kWorthwhile = 1000;  // scores of a row from which it is worth leaving some of them out
-constexpr double kShare = 0.3;         // most of a row that is worth solving by itself
+constexpr int64_t kWorthwhile = 1000;  // scores from which it is worth leaving some of them out
+constexpr double kShare = 0.3;         // most of a row that is worth a copy to solve it by itself
+constexpr double kLongShare = 0.1;     // and of a long row, whose copy is memory that shows
 constexpr double kNothing = 0.05;      // of the tolerance of the mass: what all scores left out may weigh
 constexpr double kMargin = 1.25;       // by how much the temperature may yet grow
 constexpr int kTries = 3;              // points at which to leave some out
@@ -256,7 +257,7 @@ class Band {
       starts[c + 1] = static_cast<int64_t>(Kernels<T>::count(r, size, low_) - over[c]) + 1;
     });
     for (int64_t c = 0; c < row_.chunks(); ++c) starts[c + 1] += starts[c];
-    if (starts.back() > kShare * row_.n) return;
+    if (starts.back() > (row_.n > kLong ? kLongShare : kShare) * row_.n) return;
     over_ = std::accumulate(over.begin(), over.end(), 0.0);
     scores_.resize(starts.back());
     row_.for_chunks([&](int64_t c, int64_t start, int64_t size) {

@@ -198,7 +198,8 @@ inline Status Iteration::step(const Sums& s) {
     if (!fine && bracketed &&
         !(tau > tau_lo_ && tau < tau_hi_ && std::abs(tau - tau_) <= 0.75 * stride_))
       tau = 0.5 * (tau_lo_ + tau_hi_);
-    stride_ = std::max(std::abs(tau - tau_), std::abs(u));  // a short step in t means little beside a long one in b
+    // A short step in t means little beside a long one in b.
+    stride_ = std::max(std::abs(tau - tau_), std::abs(u));
     b_lo_ = -kInf, b_hi_ = kInf;
     // b is close to linear in t, at both ends; its own step is one in units of the new t.
     const double growth = std::expm1(tau - tau_);
@@ -207,7 +208,8 @@ inline Status Iteration::step(const Sums& s) {
     (excess > 0 ? b_lo_ : b_hi_) = at.b;
     double b = at.b + t * u;
     const double under = at.b - (s.below - at.pivot), over = (s.above - at.pivot) - at.b;
-    if (s.all && std::min(under, over) > 0.9 * problem_.tol.max_z * t) b = excess > 0 ? at.b + over : at.b - under;
+    if (s.all && std::min(under, over) > 0.9 * problem_.tol.max_z * t)
+      b = excess > 0 ? at.b + over : at.b - under;
     const bool bracketed = std::isfinite(b_lo_) && std::isfinite(b_hi_);
     if (bracketed && !(b > b_lo_ && b < b_hi_)) b = 0.5 * (b_lo_ + b_hi_);
     move(b, tau_, s);
