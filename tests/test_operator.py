@@ -22,7 +22,7 @@ import laprune
 from laprune import Status
 from laprune.backends import cpu, reference, use
 from laprune.backends._contract import OFFSET, PIVOT, TEMPERATURE
-from laprune.studies.inputs import REGISTRY, draw
+from laprune.studies.inputs import REGISTRY, budgets, draw, hardnesses
 
 NAMES = list(REGISTRY)
 SIZES = [2, 3, 8, 33, 100, 512, 5000]
@@ -88,6 +88,17 @@ def test_long_rows_started_from_a_sample(name: str, dtype: torch.dtype, backend:
 def test_a_sample_leaves_a_long_row_few_passes(gamma: float, backend: str) -> None:
     n = 200_000
     assert laprune.solve(draw("gaussian", 1, n), n / 16, gamma).passes <= 6
+
+
+@pytest.mark.parametrize(("name", "n"), [("outlier", 5), ("bimodal", 5), ("relu", 256)])
+def test_float32_rows_whose_hardness_is_flat_are_those_of_float64(name: str, n: int) -> None:
+    """Among some thousand rows there are a few whose gamma tells the temperature to 1 % at best."""
+    if cpu.library() is None:
+        pytest.skip("the native backend is not built")
+    rows = 6700
+    r, k, gamma = draw(name, rows, n, dtype=torch.float32), budgets(rows, n), hardnesses(rows, 0.9)
+    apart = laprune.solve(r, k, gamma).mask - laprune.solve(r.double(), k, gamma).mask
+    assert apart.abs().max() <= 2e-6
 
 
 def test_sharp_rows_are_solved_on_the_scores_near_their_barrier(dtype: torch.dtype) -> None:

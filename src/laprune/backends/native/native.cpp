@@ -108,10 +108,11 @@ struct Answer {
   Point at;
   double mean_z, mean_p;
   int passes;
+  bool strained;
 };
 
 Answer limit(Status status, double pivot, double b, double t, double mean_p) {
-  return {status, {pivot, b, t, 0}, 0, mean_p, 1};
+  return {status, {pivot, b, t, 0}, 0, mean_p, 1, false};
 }
 
 // The p of a hard row, called in index order: scores equal to the threshold are served first come.
@@ -314,12 +315,12 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
     const Point here = it.at;
     const Status status = it.step(sums);
     if (look && (sums.bad > 0 || sums.count != problem.n))
-      return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0};
+      return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0, false};
     look = false;
     const bool done = status != kStalled || it.passes >= kMaxPasses;
     if (done && !band.narrow()) {
       if (wanted && !write) row.pass(here, false, true);
-      return {status, here, it.mean_z, it.mean_p, passes};
+      return {status, here, it.mean_z, it.mean_p, passes, it.strained};
     }
     write = wanted && (done || (it.polish && !band.narrow()));
     if (band.narrow() && (done || !band.holds(it.at))) band.open();
@@ -358,6 +359,24 @@ bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
                     problem.fixed, start);
 }
 
+// Where the hardness hardly depends on the temperature, its rounding in float is a large error of t,
+// and shows in the mask: the answer is found anew in double.
+inline void refine(const Row<double>&, Problem, Answer*) {}
+
+inline void refine(const Row<float>& row, Problem problem, Answer* answer) {
+  if (!answer->strained || answer->status != kConverged || row.n > kLong) return;
+  std::vector<double> scores(row.scores, row.scores + row.n), mask(row.n);
+  problem.tol = tolerance<double>();
+  const Start start{answer->at.pivot, answer->at.b, std::log(answer->at.t)};
+  const Row<double> wide{scores.data(), nullptr, mask.data(), row.n, row.team};
+  const Answer better = iterate(wide, problem, start, true);
+  if (better.status != kConverged) return;
+  const int passes = answer->passes + better.passes;
+  *answer = better, answer->passes = passes;
+  int64_t i = 0;
+  row.fill([&](float) { return static_cast<float>(mask[i++]); });
+}
+
 template <typename T>
 Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
   const bool uniform = fixed ? hardness == kInf : hardness == 0;
@@ -378,7 +397,9 @@ Answer solve_row(const Row<T>& row, double k, double hardness, bool fixed) {
   if (binary || k == 0 || k == look.count) return hard(row, k);
   if (uniform) return level(row, kUniform, k / look.count);
   if (look.low >= look.high) return level(row, kConstant, k / look.count);
-  return iterate(row, problem, counting_start(row, problem, look), true);
+  Answer answer = iterate(row, problem, counting_start(row, problem, look), true);
+  refine(row, problem, &answer);
+  return answer;
 }
 
 template <typename T>

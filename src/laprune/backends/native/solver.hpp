@@ -57,6 +57,7 @@ constexpr int kMaxPasses = 100;
 constexpr int kPatience = 16;        // passes after which a temperature step needs a solved barrier
 constexpr double kMaxStep = 3;       // largest step in log t
 constexpr double kMaskTolerance = 1e-6;  // of an entry, from each of the two
+constexpr double kNoise = 3e-7;      // of e2, where scores are float
 constexpr double kSaturated = 45;    // exp(-45) is nothing beside 1 in any dtype
 constexpr double kSparse = 3e-10;    // less q per score on a side: no score there for kSaturated / 2
 constexpr double kSoft = -1;         // below this logit(gamma), sum (p - a)^2 is summed by itself
@@ -67,6 +68,7 @@ class Iteration {
   double mean_z = 0, mean_p = 0;  // weighted by q: what the gradient is centred on
   int passes = 0;
   bool polish = false;  // the next point should be the answer
+  bool strained = false;  // the answer is less certain than float can be
 
   Iteration(const Problem& problem, double pivot, double b, double tau)
       : at{pivot, b, std::exp(tau), problem.k / problem.n}, problem_(problem), tau_(tau) {}
@@ -138,10 +140,12 @@ inline Status Iteration::step(const Sums& s) {
   const bool budget_holds =
       std::abs(excess) <= problem_.tol.mass * std::min(k, n - k) && by_b <= kMaskTolerance;
   const double close = problem_.fixed ? 0 : problem_.tol.hardness;  // a given temperature is kept
+  strained = !problem_.fixed && per_t * kNoise > kMaskTolerance * -slope;
   if (budget_holds && std::abs(e2) <= close && by_t <= kMaskTolerance) return kConverged;
   // Rounding may keep a solved row from the last digit: after some tries, twice the error passes,
   // and the mass may err relative to k alone.
   polished_ += polish;
+  strained = strained || polished_ > 4;
   if (polished_ > 4 && std::abs(excess) <= 2 * problem_.tol.mass * k && std::abs(e2) <= 2 * close)
     return kConverged;
   // All weight on one score, or on equal ones: a smaller t changes nothing any more.
