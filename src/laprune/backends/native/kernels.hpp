@@ -15,13 +15,23 @@
 // One compiled copy per instruction set, chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #define LAPRUNE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define LAPRUNE_LANES 16
 #else
 #define LAPRUNE_CLONES
+#if defined(__AVX512F__)
+#define LAPRUNE_LANES 16
+#elif defined(__AVX__)
+#define LAPRUNE_LANES 8
+#else
+#define LAPRUNE_LANES 4
+#endif
 #endif
 
 namespace laprune {
 
-constexpr int64_t kBlock = 256;  // scores summed in their own type before they join a double
+// Scores summed in their own type before they join a double: 16 for each lane of a vector of floats,
+// more than which would add up the rounding of equal terms.
+constexpr int64_t kBlock = 16 * LAPRUNE_LANES;
 
 template <typename To, typename From>
 LAPRUNE_INLINE To bits(From x) {
@@ -44,7 +54,7 @@ LAPRUNE_INLINE float exp_minus(float w, float low) {
   p = p * f + 0.5000000047146057f;
   p = p * f + 1.0000000377388713f;
   p = p * f + 1.0f;
-  return bits<float>(bits<int32_t>(p) + (bits<int32_t>(shifted) << 23));
+  return bits<float>(bits<uint32_t>(p) + (bits<uint32_t>(shifted) << 23));
 }
 
 LAPRUNE_INLINE double exp_minus(double w, double low) {
@@ -64,7 +74,7 @@ LAPRUNE_INLINE double exp_minus(double w, double low) {
   p = p * f + 5.0000000000000184039e-1;
   p = p * f + 9.9999999999999999976e-1;
   p = p * f + 9.9999999999999999693e-1;
-  return bits<double>(bits<int64_t>(p) + (bits<int64_t>(shifted) << 52));
+  return bits<double>(bits<uint64_t>(p) + (bits<uint64_t>(shifted) << 52));
 }
 
 template <typename T>

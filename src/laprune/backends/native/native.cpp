@@ -360,17 +360,19 @@ bool sample_start(const Row<T>& row, const Problem& problem, Start* start) {
 }
 
 // Where the hardness hardly depends on the temperature, its rounding in float is a large error of t,
-// and shows in the mask: the answer is found anew in double.
+// and shows in the mask; where equal scores share the mass, that of their sum may be too large to end
+// on: the answer is found anew in double.
 inline void refine(const Row<double>&, Problem, Answer*) {}
 
 inline void refine(const Row<float>& row, Problem problem, Answer* answer) {
-  if (!answer->strained || answer->status != kConverged || row.n > kLong) return;
+  const bool doubtful = answer->status == kStalled || (answer->strained && answer->status == kConverged);
+  if (!doubtful || row.n > kLong) return;
   std::vector<double> scores(row.scores, row.scores + row.n), mask(row.n);
   problem.tol = tolerance<double>();
   const Start start{answer->at.pivot, answer->at.b, std::log(answer->at.t)};
   const Row<double> wide{scores.data(), nullptr, mask.data(), row.n, row.team};
   const Answer better = iterate(wide, problem, start, true);
-  if (better.status != kConverged) return;
+  if (better.status == kStalled) return;
   const int passes = answer->passes + better.passes;
   *answer = better, answer->passes = passes;
   int64_t i = 0;
