@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from compile_cuda import Kernel, compiled
 
 from laprune.backends import _plans, cuda
 
@@ -200,35 +201,11 @@ def test_captured_launches_have_zeros_that_nobody_else_has(monkeypatch):
     assert len(cuda._spare[0]) == cuda.SPARE
 
 
-def compiled_for_a_gpu(name, rows, n, how):
-    """The PTX of a kernel for a GPU that need not be at hand."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    kernel = getattr(cuda.kernels(), name)
-    launch = cuda._Launch(None, rows, n, torch.float32, 0, how)
-    constants = launch.constants | {"FIXED": False, "PULL": False, "ASKED": False}
-    wide = ("p_k", "p_hardness", "p_state", "p_pull", "p_dk", "p_dh", "p_lines")
-    kinds = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("p_info", "p_count"), "*i32")
-    kinds |= dict.fromkeys(("k_bits", "hardness_bits"), "i64")
-    kinds |= dict.fromkeys(("mass_tol", "hardness_tol"), "fp32")
-    signature, known, aligned = {}, {}, {}
-    for i, arg in enumerate(kernel.arg_names):
-        if arg in constants:
-            signature[arg], known[i,] = "constexpr", constants[arg]
-        else:
-            signature[arg] = kinds.get(arg, "*fp32" if arg.startswith("p_") else "i32")
-            if arg.startswith("p_") or (arg == "n_cols" and n % 16 == 0):
-                aligned[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options).asm["ptx"]
-
-
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("n", [64, 60, 63])
 def test_a_thread_adds_its_scores_up_alone(n):
     """Whatever order this Triton gives threads to dimensions in, and wherever rows begin."""
-    ptx = compiled_for_a_gpu("vjp", 64, n, cuda.Plan(8, 4, 4))
+    ptx = compiled(Kernel("vjp", 64, n, cuda.Plan(8, 4, 4))).asm["ptx"]
     # Eight sums over four lanes, and a few votes.
     assert 16 <= ptx.count("shfl.sync") <= 32
 
@@ -249,7 +226,7 @@ def test_a_thread_adds_its_scores_up_alone(n):
 )
 def test_fours_are_moved_at_once_where_rows_begin_with_one(name, rows, n, how, at_once):
     """Elsewhere nothing may be: an address that is no multiple of what is moved is an error."""
-    ptx = compiled_for_a_gpu(name, rows, n, how)
+    ptx = compiled(Kernel(name, rows, n, how)).asm["ptx"]
     for kind in ("ld.global", "st.global"):
         moves = [line for line in ptx.splitlines() if kind in line]
         assert any(".v4" in line for line in moves) == at_once
