@@ -445,3 +445,16 @@ def test_the_default_device_is_not_that_of_the_scores(backend: str) -> None:
     torch.testing.assert_close(q, joint)
     p.square().sum().backward()
     assert r.grad is not None
+
+
+@pytest.mark.parametrize("gamma", [0.7, 0.97, 0.9999])
+def test_scores_an_ulp_apart_are_solved_as_their_differences(
+    gamma: float, dtype: torch.dtype, backend: str
+) -> None:
+    """The barrier between two of them is no number of their type."""
+    steps = torch.randint(0, 7, (16, 2000), generator=torch.Generator().manual_seed(1)).to(dtype)
+    k = torch.arange(100.0, 1700.0, 100.0, dtype=torch.float64)
+    near = laprune.solve(steps, k, gamma)
+    far = laprune.solve(steps + 2.0 ** (52 if dtype == torch.float64 else 23), k, gamma)
+    assert (far.status < Status.INFEASIBLE).all()
+    torch.testing.assert_close(far.mask, near.mask, rtol=0, atol=2e-6)

@@ -228,8 +228,8 @@ inline void Iteration::move(double b, double tau, const Sums& s) {
   at.b = b, at.t = std::exp(tau);
   if (!s.all) {
     if (!(std::abs(b) > 2 * at.t)) return;
-    const double moved = at.pivot + b;
-    b_lo_ -= moved - at.pivot, b_hi_ -= moved - at.pivot, at.b = 0, at.pivot = moved;
+    const double origin = at.pivot + b, shift = origin - at.pivot;  // scores may be an ulp apart
+    at.pivot = origin, at.b -= shift, b_lo_ -= shift, b_hi_ -= shift;
     return;
   }
   const double over = (s.above - at.pivot) - b, under = b - (s.below - at.pivot);
