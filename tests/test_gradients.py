@@ -295,3 +295,24 @@ def test_native_backward_serves_a_reference_forward() -> None:
         want = torch.autograd.grad(p, x, g, retain_graph=True)[0]
     got = torch.autograd.grad(p, x, g)[0]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("gamma", [0.9, 0.999])
+def test_scores_masked_by_the_lowest_number_leave_the_others_their_gradients(
+    gamma: float, backend: str
+) -> None:
+    """They are more temperatures away than float32 can say."""
+    r, g = (normal(8, 300, seed=seed, dtype=torch.float32) for seed in (0, 1))
+    r[:, ::2] = torch.finfo(torch.float32).min
+    k = torch.linspace(3, 120, 8, dtype=torch.float64)
+
+    def gradients(r: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves((r, k, torch.full_like(k, gamma)))
+        return torch.autograd.grad(laprune.soft_topk(*inputs), inputs, g)
+
+    found = gradients(r, g)
+    with use(reference):
+        wanted = gradients(r.double(), g.double())
+    assert (found[0][:, ::2] == 0).all()
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).norm() <= 1e-3 * y.norm()

@@ -263,7 +263,7 @@ LAPRUNE_INLINE GradSums grad_sums_loop(const T* r, const T* values, const T* g, 
   const Affine<T> z_of(at.pivot, at.b, at.t), y_of(at.pivot, at.b, at.t, at.mean_z);
   const T mean_p = static_cast<T>(at.mean_p), over = static_cast<T>(1 - at.mean_p);
   const T inf = std::numeric_limits<T>::infinity();
-  const T most = std::numeric_limits<T>::max();
+  const T top = static_cast<T>(max_z<T>() - at.mean_z), bottom = static_cast<T>(-max_z<T>() - at.mean_z);
   GradSums total;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t stop = std::min(n, start + kBlock);
@@ -273,7 +273,9 @@ LAPRUNE_INLINE GradSums grad_sums_loop(const T* r, const T* values, const T* g, 
       const T x = r[i], z = z_of(x), one = x > -inf ? T(1) : T(0);
       const T q = half_exp(z, size(z), z_of.c_lo, one);
       const T v = z > T(0) ? over - q : q - mean_p;  // p - mean_p, without rounding 1 - q
-      const T y = y_of(x) - y_of.c_lo, qy = q * (y > -most ? y : -most);
+      // z - mean_z, cut as z is: beyond that q is next to nothing, but a score may be 1e38.
+      const T off = y_of(x) - y_of.c_lo, up = off < top ? off : top, y = up > bottom ? up : bottom;
+      const T qy = q * y;
       const T upstream = kGate ? g[i] * values[i] : g[i];
       const T e = std::abs(z) < reach<T>() ? upstream : T(0);
       count += one;
