@@ -30,7 +30,7 @@ setup(
             sources=["src/laprune/backends/native/native.cpp"],
             depends=[
                 f"src/laprune/backends/native/{name}.hpp"
-                for name in ("kernels", "pieces", "solver", "team")
+                for name in ("kernels", "pieces", "rows", "solver", "team")
             ],
             extra_compile_args=FLAGS,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
