@@ -316,3 +316,17 @@ def test_scores_masked_by_the_lowest_number_leave_the_others_their_gradients(
     assert (found[0][:, ::2] == 0).all()
     for x, y in zip(found, wanted, strict=True):
         assert (x - y).norm() <= 1e-3 * y.norm()
+
+
+@pytest.mark.parametrize("t", [1.0, 1e3, 1e6])
+def test_a_temperature_far_above_the_spread_has_its_gradient(t: float, backend: str) -> None:
+    """The barrier lies many temperatures outside of all scores."""
+    r, g = (normal(4, 200, seed=seed, dtype=torch.float32) for seed in (0, 1))
+
+    def gradient(r: Tensor, g: Tensor) -> Tensor:
+        heat = torch.full((4,), t, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(laprune.lapsum_topk(r, 2, heat), heat, g)[0]
+
+    with use(reference):
+        wanted = gradient(r.double(), g.double())
+    assert ((gradient(r, g) - wanted).abs() <= 1e-4 * wanted.abs() + 1e-30).all()

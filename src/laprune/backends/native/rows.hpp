@@ -313,7 +313,7 @@ Answer iterate(const Row<T>& row, const Problem& problem, const Start& start, bo
       return {sums.bad > 0 ? kNonFinite : kStalled, here, 0, 0, 0, false};
     look = false;
     const bool done = status != kStalled || it.passes >= kMaxPasses;
-    if (done && !band.narrow()) {
+    if (done && !(wanted && band.narrow())) {
       if (wanted && !write) row.pass(here, false, true);
       return {status, here, it.mean_z, it.mean_p, passes, it.strained};
     }
@@ -361,13 +361,14 @@ inline void refine(const Row<double>&, Problem, Answer*) {}
 
 inline void refine(const Row<float>& row, Problem problem, Answer* answer) {
   const bool doubtful = answer->status == kStalled || (answer->strained && answer->status == kConverged);
-  if (!doubtful || row.n > kLong) return;
+  if (!doubtful || problem.n > kLong || row.n > 16 * kLong) return;
   std::vector<double> scores(row.scores, row.scores + row.n), mask(row.n);
   problem.tol = tolerance<double>();
   const Start start{answer->at.pivot, answer->at.b, std::log(answer->at.t)};
   const Row<double> wide{scores.data(), nullptr, mask.data(), row.n, row.team};
   const Answer better = iterate(wide, problem, start, true);
-  if (better.status == kStalled) return;
+  // Of a temperature whose inverse is no float, there is no gradient in float.
+  if (better.status == kStalled || better.at.t * std::numeric_limits<float>::max() < 1) return;
   const int passes = answer->passes + better.passes;
   *answer = better, answer->passes = passes;
   int64_t i = 0;

@@ -80,7 +80,7 @@ class Iteration {
 
   // Whether one at this point will not: few scores bear the weight, and where they lie says more.
   bool wants_all(const Sums& s) const {
-    return soft() || !(std::min(s.q_lo, s.q_hi) >= kSparse * problem_.n);
+    return soft() || lost_ || !(std::min(s.q_lo, s.q_hi) >= kSparse * problem_.n);
   }
 
   // Digest the sums at `at`. Returns kConverged or kTied when `at` is the answer, else moves `at`
@@ -94,6 +94,7 @@ class Iteration {
   double b_lo_ = -kInf, b_hi_ = kInf;      // bracket of b at this t
   double stride_ = kInf;                   // size of the last step in log t
   int polished_ = 0;
+  bool lost_ = false;                      // no score is known near the barrier to measure it from
   void move(double b, double tau, const Sums& s);
 };
 
@@ -228,10 +229,13 @@ inline void Iteration::move(double b, double tau, const Sums& s) {
   at.b = b, at.t = std::exp(tau);
   if (!s.all) {
     if (!(std::abs(b) > 2 * at.t)) return;
+    lost_ = problem_.fixed;  // at a given temperature the barrier may lie far outside of the scores
+    if (lost_) return;
     const double origin = at.pivot + b, shift = origin - at.pivot;  // scores may be an ulp apart
     at.pivot = origin, at.b -= shift, b_lo_ -= shift, b_hi_ -= shift;
     return;
   }
+  lost_ = false;
   const double over = (s.above - at.pivot) - b, under = b - (s.below - at.pivot);
   const double pivot = over < under ? s.above : s.below;
   const double shift = pivot - at.pivot;
